@@ -1,0 +1,67 @@
+"""Verdict to next state: which tokens are emitted, what the caches keep, which rows end."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax import cache as kv_cache
+from eagle_jax.cache import KVCache
+from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.verify import Verdict
+
+
+def is_eos(token: jax.Array, limits: Limits) -> jax.Array:
+  """bool, of the tokens' shape. Tokens are real ones, so NO_TOKEN in an unused EOS slot never matches."""
+  return jnp.any(token[..., None] == limits.eos.reshape((1,) * token.ndim + (-1,)), axis=-1)
+
+
+def num_emitted(token_P: jax.Array, num_ready: jax.Array, room: jax.Array, limits: Limits) -> jax.Array:
+  """[] i32: how many of one row's `num_ready` tokens are emitted: up to an EOS, included, and no more than `room`."""
+  first_eos = jnp.argmax(jnp.append(is_eos(token_P, limits), True))  # P if there is none
+  return jnp.minimum(jnp.minimum(num_ready, first_eos + 1), room).astype(jnp.int32)
+
+
+def commit(
+  params: Params, state: DecodeState, verdict: Verdict, taps: Any, cache: KVCache, drafter: Any, *, spec: Spec
+) -> DecodeState:
+  """Emits each live row's accepted tokens and bonus, keeps their rows in both caches, ends rows.
+
+  Args:
+    params: the drafter's are read, to absorb what was emitted.
+    state: before the step.
+    verdict: a row each, [B, ...] fields.
+    taps: what the target showed at every tree node, arrays [..., B, T].
+    cache, drafter: after the target pass and the proposal; the tree's rows are scratch in them.
+    spec: static.
+  """
+  room_B = state.limits.max_new_tokens - state.num_tokens
+  emitted_B = jax.vmap(num_emitted, in_axes=(0, 0, 0, None))(
+    verdict.token, verdict.num_accepted + 1, room_B, state.limits
+  )
+  emitted_B = jnp.where(state.is_done, 0, emitted_B)
+  newest_B = jnp.take_along_axis(verdict.token, jnp.maximum(emitted_B - 1, 0)[:, None], axis=1, mode='clip')[:, 0]
+
+  # A row absorbs (feature of a path node, token after it): the drafter's one-token shift.
+  taps_P = jax.tree.map(lambda x: _nodes_of_path(x, verdict.path), taps)
+  drafter = spec.drafter.absorb(params.drafter, drafter, verdict.token, taps_P, emitted_B)
+  num_tokens_B = state.num_tokens + emitted_B
+  is_over_B = (num_tokens_B >= state.limits.max_new_tokens) | is_eos(newest_B, state.limits)
+  write_row = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
+  num_accepted_B1 = jnp.minimum(verdict.num_accepted, emitted_B)[:, None]  # an EOS in the path cuts the bonus too
+  return state._replace(
+    cache=kv_cache.commit(cache, verdict.path, emitted_B),
+    drafter=drafter,
+    root=jnp.where(state.is_done, state.root, newest_B),
+    tokens=write_row(state.tokens, verdict.token, state.num_tokens),
+    num_tokens=num_tokens_B,
+    num_accepted=write_row(state.num_accepted, num_accepted_B1, state.num_passes),
+    num_passes=state.num_passes + ~state.is_done,
+    is_done=state.is_done | is_over_B,
+  )
+
+
+def _nodes_of_path(x: jax.Array, path_BP: jax.Array) -> jax.Array:
+  """[..., B, P] of [..., B, T]: what lies at the path's nodes."""
+  index = path_BP.reshape((1,) * (x.ndim - 2) + path_BP.shape)
+  return jnp.take_along_axis(x, index, axis=-1, mode='clip')

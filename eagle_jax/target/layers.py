@@ -1,0 +1,148 @@
+"""Layers that the target and the drafter share.
+
+Activations are columns, [D, R]: one column a row of work, R = B x T. With weights stored [out, in], a pass over a few
+rows is then `W @ x`, the one product that XLA:CPU runs at memory speed for 1 to 8 rows; accelerators are indifferent.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from eagle_jax import cache as kv_cache
+
+
+def _precision(dtype):
+  """float32 is the truth: full precision on every backend, no TF32 and no bf16 passes."""
+  return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+class Linear(nn.Module):
+  """y_OR = W_OI x_IR (+ b_O)."""
+
+  num_outputs: int
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x_IR: jax.Array) -> jax.Array:
+    shape = (self.num_outputs, x_IR.shape[0])
+    weight_OI = self.param('weight', nn.initializers.lecun_normal(in_axis=-1, out_axis=-2), shape, x_IR.dtype)
+    y_OR = jnp.matmul(weight_OI, x_IR, precision=_precision(x_IR.dtype))
+    if self.use_bias:
+      y_OR += self.param('bias', nn.initializers.zeros, (self.num_outputs,), x_IR.dtype)[:, None]
+    return y_OR
+
+
+class Embedding(nn.Module):
+  """A vocabulary's rows, [V, D]: looked up by `__call__`, scored against by `head_logits`."""
+
+  vocab_size: int
+  width: int
+  dtype: Any = jnp.float32
+
+  def setup(self):
+    self.weight = self.param('weight', nn.initializers.normal(0.02), (self.vocab_size, self.width), self.dtype)
+
+  def __call__(self, token_R: jax.Array) -> jax.Array:
+    return embed(self.weight, token_R)
+
+
+def embed(weight_VD: jax.Array, token_R: jax.Array) -> jax.Array:
+  """[D, R]. Ids outside the vocabulary (unused tree nodes) read some row; nobody uses what follows from it."""
+  return jnp.take(weight_VD, token_R, axis=0, mode='clip').T
+
+
+def head_logits(weight_VD: jax.Array, feature_DR: jax.Array) -> jax.Array:
+  """[V, R] f32, the language-model head over some vocabulary.
+
+  The vocabulary stays the leading axis: a transposed [V, R] is fused into the product by XLA:CPU, eleven times slower.
+  """
+  precision = _precision(feature_DR.dtype)
+  return jnp.matmul(weight_VD, feature_DR, precision=precision, preferred_element_type=jnp.float32)
+
+
+class RMSNorm(nn.Module):
+  """x / rms(x) * scale over the width, in float32 inside."""
+
+  eps: float
+
+  @nn.compact
+  def __call__(self, x_DR: jax.Array) -> jax.Array:
+    scale_D = self.param('scale', nn.initializers.ones, x_DR.shape[:1], x_DR.dtype)
+    x32_DR = x_DR.astype(jnp.float32)
+    rms_R = jnp.sqrt(jnp.square(x32_DR).mean(axis=0, keepdims=True) + self.eps)
+    return (x32_DR / rms_R).astype(x_DR.dtype) * scale_D[:, None]
+
+
+def rotate(x_HKR: jax.Array, position_R: jax.Array, *, theta: float) -> jax.Array:
+  """Rotary position embedding, rotate-half form: dimension i turns with i + K/2 (RoFormer, arXiv:2104.09864).
+
+  Args:
+    x_HKR: [heads, K, R], any float dtype; angles are float32.
+    position_R: [R] i32, absolute positions.
+    theta: base of the wavelengths.
+  """
+  half = x_HKR.shape[1] // 2
+  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  angle = frequency[:, None] * position_R.astype(jnp.float32)[None, :]
+  cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
+  low, high = jnp.split(x_HKR.astype(jnp.float32), 2, axis=1)
+  return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=1).astype(x_HKR.dtype)
+
+
+def attend(q_BGJTK: jax.Array, keys_BGSK: jax.Array, values_BGSK: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+  """Grouped-query attention of T new rows over all slots, [B, G, J, T, K]; scores and softmax in float32.
+
+  Args:
+    q_BGJTK: queries, J of them a key-value head.
+    keys_BGSK, values_BGSK: one layer of the cache, the new rows written already.
+    visible_BTS: bool, see `cache.visible`.
+  """
+  precision = _precision(q_BGJTK.dtype)
+  score = jnp.einsum(
+    'bgjtk,bgsk->bgjts', q_BGJTK, keys_BGSK, precision=precision, preferred_element_type=jnp.float32
+  ) * (q_BGJTK.shape[-1] ** -0.5)
+  score = jnp.where(visible_BTS[:, None, None], score, jnp.finfo(jnp.float32).min)
+  weight = jax.nn.softmax(score).astype(values_BGSK.dtype)
+  return jnp.einsum('bgjts,bgsk->bgjtk', weight, values_BGSK, precision=precision)
+
+
+class Attention(nn.Module):
+  """Self-attention of new rows over the cache they are first written to."""
+
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float
+  qkv_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
+    (B, T), G, K = position_BT.shape, self.num_kv_heads, self.head_dim
+    J, position_R = self.num_heads // G, position_BT.reshape(-1)
+
+    def project(name, heads):
+      return Linear(heads * K, self.qkv_bias, name=name)(x_DR).reshape(heads, K, B * T)
+
+    q = rotate(project('q', self.num_heads), position_R, theta=self.rope_theta)
+    k = rotate(project('k', G), position_R, theta=self.rope_theta)
+    v = project('v', G)
+    keys_BGSK = kv_cache.write(keys_BGSK, k.reshape(G, K, B, T).transpose(2, 0, 3, 1), start_B)
+    values_BGSK = kv_cache.write(values_BGSK, v.reshape(G, K, B, T).transpose(2, 0, 3, 1), start_B)
+    q_BGJTK = q.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
+    out_BGJTK = attend(q_BGJTK, keys_BGSK, values_BGSK, visible_BTS)
+    out_CR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(self.num_heads * K, B * T)
+    return Linear(x_DR.shape[0], name='o')(out_CR), keys_BGSK, values_BGSK
+
+
+class SwiGLU(nn.Module):
+  """down(silu(gate(x)) * up(x)) (GLU variants, arXiv:2002.05202)."""
+
+  ffn_width: int
+
+  @nn.compact
+  def __call__(self, x_DR: jax.Array) -> jax.Array:
+    gate_FR = Linear(self.ffn_width, name='gate')(x_DR)
+    up_FR = Linear(self.ffn_width, name='up')(x_DR)
+    return Linear(x_DR.shape[0], name='down')(nn.silu(gate_FR) * up_FR)

@@ -1,0 +1,128 @@
+"""The target network: one decoder-only transformer with switches, its cache passed in and returned."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from eagle_jax import cache as kv_cache
+from eagle_jax.cache import KVCache
+from eagle_jax.config import TargetConfig
+from eagle_jax.target.layers import Attention, Embedding, RMSNorm, SwiGLU, head_logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A loaded target: what `load_target` returns and `decode` takes."""
+
+  config: TargetConfig
+  params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.TARGET_AXES`
+  tokenizer: Any = None  # a `text.Tokenizer`, or None: then prompts are token ids
+
+
+class Taps(NamedTuple):
+  """What a pass shows of its inside, for drafters to build on."""
+
+  feature: jax.Array  # [D, B, T], last hidden state after the final norm: what the head reads
+
+
+class Layer(nn.Module):
+  """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+  config: TargetConfig
+
+  @nn.compact
+  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
+    c = self.config
+    attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, name='attn')
+    normed_DR = RMSNorm(c.norm_eps, name='attn_norm')(x_DR)
+    mixed_DR, keys_BGSK, values_BGSK = attention(normed_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B)
+    x_DR += mixed_DR
+    x_DR += SwiGLU(c.ffn_width, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
+    return x_DR, keys_BGSK, values_BGSK
+
+
+class Transformer(nn.Module):
+  """Llama-kind decoder. `forward` runs T new rows past the cache's length; `logits` is the head, apart from it."""
+
+  config: TargetConfig
+  dtype: Any = jnp.float32
+
+  def setup(self):
+    c = self.config
+    self.embed = Embedding(c.vocab_size, c.width, self.dtype)
+    self.layer = [Layer(c) for _ in range(c.num_layers)]
+    self.norm = RMSNorm(c.norm_eps)
+    if not c.tied_head:
+      self.head = Embedding(c.vocab_size, c.width, self.dtype)
+
+  def forward(self, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
+    """Writes T rows past each row's length, which stays, and attends: to the prefix, and among themselves by the mask.
+
+    Args:
+      token_BT, position_BT: [B, T] i32.
+      mask_BTT: [B, T, T] bool; see `cache.visible`.
+      cache: has room for T rows past every length.
+    """
+    visible_BTS = kv_cache.visible(cache.length, mask_BTT, num_slots=cache.num_slots)
+    x_DR = self.embed(token_BT.reshape(-1))
+    keys, values = [], []
+    for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
+      x_DR, keys_BGSK, values_BGSK = layer(x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, cache.length)
+      keys.append(keys_BGSK)
+      values.append(values_BGSK)
+    feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
+    return Taps(feature_DBT), KVCache(tuple(keys), tuple(values), cache.length)
+
+  def logits(self, feature_DR: jax.Array) -> jax.Array:
+    """[V, R] f32, next-token logits of normed features."""
+    head = self.embed if self.config.tied_head else self.head
+    return head_logits(head.weight, feature_DR)
+
+  def score(self, token_BL: jax.Array) -> jax.Array:
+    """[V, B, L] f32, logits after every token of whole sequences: no cache to keep, as in training and parity tests."""
+    batch, length = token_BL.shape
+    position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
+    causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
+    cache = TransformerTarget(self.config, self.dtype).init_cache(batch, length)
+    taps, _ = self.forward(token_BL, position_BL, causal_BLL, cache)
+    return self.logits(taps.feature.reshape(self.config.width, -1)).reshape(-1, batch, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerTarget:
+  """`Transformer` as the pure functions that the decode loop calls (`target.TargetNetwork`)."""
+
+  config: TargetConfig
+  dtype: Any = jnp.float32
+
+  @property
+  def vocab_size(self) -> int:
+    return self.config.vocab_size
+
+  def init_cache(self, batch: int, num_slots: int) -> KVCache:
+    c = self.config
+    return kv_cache.init(
+      num_layers=c.num_layers,
+      batch=batch,
+      num_kv_heads=c.num_kv_heads,
+      num_slots=num_slots,
+      head_dim=c.head_dim,
+      dtype=self.dtype,
+    )
+
+  def init_params(self, key: jax.Array) -> dict[str, Any]:
+    """Random weights; under `jax.eval_shape`, the shapes that a checkpoint must have."""
+    token_BL = jnp.zeros((1, 1), jnp.int32)
+    return Transformer(self.config, self.dtype).init(key, token_BL, method='score')['params']
+
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
+    variables = {'params': params}
+    return Transformer(self.config, self.dtype).apply(
+      variables, token_BT, position_BT, mask_BTT, cache, method='forward'
+    )
+
+  def logits(self, params, feature_DR: jax.Array) -> jax.Array:
+    return Transformer(self.config, self.dtype).apply({'params': params}, feature_DR, method='logits')

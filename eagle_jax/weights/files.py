@@ -1,0 +1,22 @@
+"""Writing files so that a reader never sees half of one."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+  """Yields a temporary name beside `path`; the file written there takes its place if the block succeeds."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
+  os.close(descriptor)
+  temporary = Path(name)
+  try:
+    yield temporary
+    temporary.chmod(0o644)  # mkstemp makes files that only their owner can read
+    os.replace(temporary, path)
+  finally:
+    temporary.unlink(missing_ok=True)

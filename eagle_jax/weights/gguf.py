@@ -1,0 +1,158 @@
+"""Reads GGUF files: metadata, tensors as float32, and the `TargetConfig` the metadata describes.
+
+GGUF writes shapes fastest axis first; the arrays handed out here are ordinary NumPy [out, in].
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle_jax.config import TargetConfig
+
+_DEFAULT_ROPE_THETA = 10_000.0  # what GGUF means by an absent rope.freq_base
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+  """What a GGUF architecture does to a plain Llama decoder on its way into the file."""
+
+  permuted_qk: bool  # q and k rows are stored for interleaved RoPE; `naming.gguf_table` turns them back
+
+
+ARCHITECTURES = {'llama': Architecture(permuted_qk=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFFile:
+  """An opened GGUF file: metadata as plain Python values, tensors dequantised one at a time."""
+
+  path: Path
+  metadata: Mapping[str, Any]
+  _tensors: Mapping[str, Any]  # name -> gguf.ReaderTensor, a view of the memory-mapped file
+
+  @property
+  def tensor_names(self) -> frozenset[str]:
+    return frozenset(self._tensors)
+
+  def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, f32 array); only one dequantised tensor need be alive at a time."""
+    gguf = _import_gguf()
+    for name, tensor in self._tensors.items():
+      try:
+        array = gguf.dequantize(tensor.data, tensor.tensor_type)
+      except NotImplementedError as error:
+        raise ValueError(
+          f'{self.path}: tensor {name} has type {tensor.tensor_type.name}, which the gguf package cannot dequantise. '
+          'Use a file with types such as F16, BF16, Q8_0, Q4_1 or Q4_K.'
+        ) from error
+      yield name, array.astype(np.float32, copy=False).reshape(tensor.shape[::-1])
+
+
+def _import_gguf():
+  try:
+    import gguf
+  except ImportError as error:
+    raise ValueError(
+      'Reading a GGUF file needs the gguf package. Install it with: pip install "eagle_jax[demo]"'
+    ) from error
+  return gguf
+
+
+def read_gguf(path: str | Path) -> GGUFFile:
+  """Opens a GGUF file and reads its metadata; tensor data stays on disk until asked for.
+
+  Raises:
+    ValueError: no such file, not GGUF, truncated, or corrupt.
+  """
+  gguf = _import_gguf()
+  path = Path(path)
+  if not path.is_file():
+    raise ValueError(f'No GGUF file at {path}: give the path of an existing .gguf file.')
+  try:
+    reader = gguf.GGUFReader(path)
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+  except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+    raise ValueError(
+      f'{path} ({path.stat().st_size} bytes) is not a whole GGUF file: {type(error).__name__}: {error}. '
+      'It may be truncated or corrupt: fetch it again.'
+    ) from error
+  return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
+def architecture(file: GGUFFile) -> Architecture:
+  """The row of `ARCHITECTURES` this file belongs to; ValueError if there is none."""
+  name = file.metadata.get('general.architecture')
+  if name not in ARCHITECTURES:
+    raise ValueError(f'{file.path}: GGUF architecture {name!r} is not supported; one of {sorted(ARCHITECTURES)} is.')
+  return ARCHITECTURES[name]
+
+
+def target_config(file: GGUFFile) -> TargetConfig:
+  """The network a GGUF file describes.
+
+  Raises:
+    ValueError: unsupported architecture or variant, or missing fields (all listed at once).
+  """
+  architecture(file)
+  arch = file.metadata['general.architecture']
+  fields = {key.removeprefix(f'{arch}.'): value for key, value in file.metadata.items() if key.startswith(f'{arch}.')}
+  _require_fields(file, arch, fields)
+  _refuse_variants(file, fields)
+  width, num_heads = int(fields['embedding_length']), int(fields['attention.head_count'])
+  head_dim = int(fields.get('attention.key_length', width // num_heads))
+  for name in ('attention.value_length', 'rope.dimension_count'):
+    if fields.get(name, head_dim) != head_dim:
+      raise ValueError(f'{file.path}: {arch}.{name} is {fields[name]}, but only the head size {head_dim} is supported.')
+  return TargetConfig(
+    vocab_size=_vocab_size(file, fields),
+    width=width,
+    num_layers=int(fields['block_count']),
+    num_heads=num_heads,
+    num_kv_heads=int(fields.get('attention.head_count_kv', num_heads)),  # GGUF: absent means multi-head
+    head_dim=head_dim,
+    ffn_width=int(fields['feed_forward_length']),
+    max_context=int(fields['context_length']),
+    norm_eps=float(fields['attention.layer_norm_rms_epsilon']),
+    rope_theta=float(fields.get('rope.freq_base', _DEFAULT_ROPE_THETA)),
+    tied_head='output.weight' not in file.tensor_names,
+    eos_ids=_eos_ids(file.metadata),
+    name=str(file.metadata.get('general.name', file.path.stem)),
+  )
+
+
+def _require_fields(file: GGUFFile, arch: str, fields: Mapping[str, Any]) -> None:
+  needed = (
+    'embedding_length',
+    'block_count',
+    'attention.head_count',
+    'feed_forward_length',
+    'context_length',
+    'attention.layer_norm_rms_epsilon',
+  )
+  missing = [f'{arch}.{name}' for name in needed if name not in fields]
+  if missing:
+    raise ValueError(f'{file.path}: the GGUF metadata lacks {missing}. Convert the model again with a current tool.')
+
+
+def _refuse_variants(file: GGUFFile, fields: Mapping[str, Any]) -> None:
+  """Variants whose extra fields, if ignored, would give wrong logits without an error."""
+  if fields.get('rope.scaling.type', 'none') != 'none':
+    raise ValueError(f'{file.path}: RoPE scaling {fields["rope.scaling.type"]!r} is not supported, only none.')
+  if fields.get('expert_count', 0):
+    raise ValueError(f'{file.path}: mixture of {fields["expert_count"]} experts is not supported, only dense layers.')
+
+
+def _vocab_size(file: GGUFFile, fields: Mapping[str, Any]) -> int:
+  if 'vocab_size' in fields:
+    return int(fields['vocab_size'])
+  if 'tokenizer.ggml.tokens' not in file.metadata:
+    raise ValueError(f'{file.path}: the GGUF metadata has neither vocab_size nor tokenizer.ggml.tokens; one is needed.')
+  return len(file.metadata['tokenizer.ggml.tokens'])
+
+
+def _eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+  names = ('tokenizer.ggml.eos_token_id', 'tokenizer.ggml.eot_token_id')
+  return tuple(dict.fromkeys(int(metadata[name]) for name in names if name in metadata))

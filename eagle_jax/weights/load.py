@@ -1,0 +1,99 @@
+"""Named tensors of a file <-> our nested dict of parameters, by a table from `naming`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.weights.naming import Table
+
+
+def assemble(
+  tensors: Iterable[tuple[str, np.ndarray]], table: Table, dtype: Any, *, source: str = 'weights'
+) -> dict[str, Any]:
+  """Builds the parameter tree from named tensors, taking them one at a time.
+
+  Args:
+    tensors: (name, array) pairs, such as `dict.items()`; any float dtype, bfloat16 included.
+    table: what the file must hold, and where it goes.
+    dtype: of the resulting arrays.
+    source: what to call the file in an error.
+
+  Returns:
+    Nested dict with `jax.Array` leaves of `dtype`.
+
+  Raises:
+    ValueError: once, listing all missing, unexpected, repeated, misshaped and non-finite tensors.
+  """
+  dtype = jnp.dtype(dtype)
+  params: dict[str, Any] = {}
+  faults: list[str] = []
+  seen: set[str] = set()
+  for name, array in tensors:
+    if name in table.ignored:
+      continue
+    fault = _fault(name, array, table, seen)
+    seen.add(name)
+    if fault is None:
+      entry = table.entries[name]
+      with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
+        value = entry.to_ours(array).astype(dtype)
+      if np.isfinite(value).all():
+        _insert(params, entry.path, jnp.array(value))
+      else:
+        fault = f'{name}: holds NaN or infinite values as {dtype.name}'
+    if fault is not None:
+      faults.append(fault)
+  faults += [f'{name}: missing, {list(table.entries[name].shape)} needed' for name in table.entries if name not in seen]
+  if faults:
+    raise ValueError(
+      f'{source}: {len(faults)} of {len(table.entries)} needed tensors do not fit the config. Check that config and '
+      'weights belong together:\n  ' + '\n  '.join(faults)
+    )
+  return params
+
+
+def _fault(name: str, array: np.ndarray, table: Table, seen: set[str]) -> str | None:
+  if name not in table.entries:
+    return f'{name}: not expected, shape {list(array.shape)}'
+  if name in seen:
+    return f'{name}: came twice'
+  if tuple(array.shape) != table.entries[name].shape:
+    return f'{name}: shape {list(array.shape)}, {list(table.entries[name].shape)} needed'
+  return None
+
+
+def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: jax.Array) -> None:
+  for key in path[:-1]:
+    params = params.setdefault(key, {})
+  params[path[-1]] = leaf
+
+
+def flatten(params: dict[str, Any], table: Table) -> dict[str, np.ndarray]:
+  """The reverse of `assemble`: name in the file -> NumPy array, dtype kept (bfloat16 too).
+
+  Raises:
+    ValueError: `params` lacks a leaf of the table, has one more, or one of another shape; all listed at once.
+  """
+  leaves = {_path_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+  by_path = {entry.path: (name, entry) for name, entry in table.entries.items()}
+  faults = [f'{"/".join(path)}: missing' for path in by_path if path not in leaves]
+  tensors = {}
+  for path, leaf in leaves.items():
+    if path not in by_path:
+      faults.append(f'{"/".join(path)}: not expected')
+      continue
+    name, entry = by_path[path]
+    if tuple(leaf.shape) != entry.shape:
+      faults.append(f'{"/".join(path)}: shape {list(leaf.shape)}, {list(entry.shape)} needed')
+      continue
+    tensors[name] = entry.to_file(np.asarray(leaf))
+  if faults:
+    raise ValueError('Parameters do not fit the config they are saved with:\n  ' + '\n  '.join(faults))
+  return tensors
+
+
+def _path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+  return tuple(key.key for key in path)

@@ -1,0 +1,167 @@
+"""Tables from the tensor names of other people's files to our parameter tree.
+
+Every linear weight of ours is stored [out, in]. A table lists each tensor a file must hold, and by name the extra
+ones it may hold; there is no other leniency (`load.assemble` raises on everything else).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from eagle_jax.config import DrafterConfig, TargetConfig
+
+
+def _same(array: np.ndarray) -> np.ndarray:
+  return array
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """Where one tensor of a file goes."""
+
+  path: tuple[str, ...]  # in our nested dict
+  shape: tuple[int, ...]  # in the file and in our tree alike
+  to_ours: Callable[[np.ndarray], np.ndarray] = _same  # keeps the shape
+  to_file: Callable[[np.ndarray], np.ndarray] = _same  # its inverse
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """All tensors of one kind of file."""
+
+  entries: Mapping[str, Entry]  # name in the file -> place in our tree; each one must be there
+  ignored: frozenset[str] = frozenset()  # names that may be there and carry nothing of use
+
+
+class _LayerDims(Protocol):
+  """The fields of `TargetConfig` and `DrafterConfig` that a decoder layer is built from."""
+
+  @property
+  def width(self) -> int: ...
+  @property
+  def num_heads(self) -> int: ...
+  @property
+  def num_kv_heads(self) -> int: ...
+  @property
+  def head_dim(self) -> int: ...
+  @property
+  def ffn_width(self) -> int: ...
+
+
+def permute_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+  """[heads * K, in], rotate-half order -> interleaved order: row (half, i) of a head moves to (i, half)."""
+  return _swap_row_axes(weight, num_heads, (2, -1))
+
+
+def unpermute_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+  """The inverse of `permute_rope_rows`: interleaved order -> rotate-half order, the one our RoPE turns."""
+  return _swap_row_axes(weight, num_heads, (-1, 2))
+
+
+def _swap_row_axes(weight: np.ndarray, num_heads: int, split: tuple[int, int]) -> np.ndarray:
+  return weight.reshape(num_heads, *split, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _permuted(num_heads: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+  return {
+    'to_ours': lambda weight: unpermute_rope_rows(weight, num_heads),
+    'to_file': lambda weight: permute_rope_rows(weight, num_heads),
+  }
+
+
+def _projections(config: _LayerDims) -> dict[tuple[str, str], tuple[int, int]]:
+  """(block, projection) -> weight shape of one decoder layer."""
+  q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+  return {
+    ('attn', 'q'): (q_width, config.width),
+    ('attn', 'k'): (kv_width, config.width),
+    ('attn', 'v'): (kv_width, config.width),
+    ('attn', 'o'): (config.width, q_width),
+    ('mlp', 'gate'): (config.ffn_width, config.width),
+    ('mlp', 'up'): (config.ffn_width, config.width),
+    ('mlp', 'down'): (config.width, config.ffn_width),
+  }
+
+
+_GGUF_PROJECTIONS = {
+  ('attn', 'q'): 'attn_q',
+  ('attn', 'k'): 'attn_k',
+  ('attn', 'v'): 'attn_v',
+  ('attn', 'o'): 'attn_output',
+  ('mlp', 'gate'): 'ffn_gate',
+  ('mlp', 'up'): 'ffn_up',
+  ('mlp', 'down'): 'ffn_down',
+}
+
+_HF_PROJECTIONS = {
+  ('attn', 'q'): 'self_attn.q_proj',
+  ('attn', 'k'): 'self_attn.k_proj',
+  ('attn', 'v'): 'self_attn.v_proj',
+  ('attn', 'o'): 'self_attn.o_proj',
+  ('mlp', 'gate'): 'mlp.gate_proj',
+  ('mlp', 'up'): 'mlp.up_proj',
+  ('mlp', 'down'): 'mlp.down_proj',
+}
+
+
+def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
+  """GGUF names of a dense Llama-kind target; `permuted_qk` is `gguf.Architecture.permuted_qk`."""
+  transforms = {}
+  if permuted_qk:
+    transforms = {('attn', 'q'): _permuted(config.num_heads), ('attn', 'k'): _permuted(config.num_kv_heads)}
+  entries = _outer_entries(config, 'token_embd.weight', 'output_norm.weight', 'output.weight')
+  for i in range(config.num_layers):
+    layer, block = f'layer_{i}', f'blk.{i}'
+    entries[f'{block}.attn_norm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
+    entries[f'{block}.ffn_norm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
+    for place, shape in _projections(config).items():
+      name = f'{block}.{_GGUF_PROJECTIONS[place]}.weight'
+      entries[name] = Entry((layer, *place, 'weight'), shape, **transforms.get(place, {}))
+  return Table(entries)
+
+
+def hf_table(config: TargetConfig) -> Table:
+  """Hugging Face names of a dense Llama-kind target."""
+  entries = _outer_entries(config, 'model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight')
+  ignored = {'model.rotary_emb.inv_freq'}  # a table that RoPE recomputes; older files keep one a layer
+  if config.tied_head:
+    ignored.add('lm_head.weight')  # some files repeat the embedding under this name
+  for i in range(config.num_layers):
+    layer, block = f'layer_{i}', f'model.layers.{i}'
+    ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
+    entries[f'{block}.input_layernorm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
+    entries[f'{block}.post_attention_layernorm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
+    for place, shape in _projections(config).items():
+      entries[f'{block}.{_HF_PROJECTIONS[place]}.weight'] = Entry((layer, *place, 'weight'), shape)
+  return Table(entries, frozenset(ignored))
+
+
+def _outer_entries(config: TargetConfig, embed: str, norm: str, head: str) -> dict[str, Entry]:
+  vocab_by_width = (config.vocab_size, config.width)
+  entries = {
+    embed: Entry(('embed', 'weight'), vocab_by_width),
+    norm: Entry(('norm', 'scale'), (config.width,)),
+  }
+  if not config.tied_head:
+    entries[head] = Entry(('head', 'weight'), vocab_by_width)
+  return entries
+
+
+def drafter_table(config: DrafterConfig) -> Table:
+  """Names of published EAGLE-1/2 heads (EAGLE.md section 3.1): no prefix, one layer without an input norm.
+
+  The embedding that such files carry is the target's own, which the drafter uses by reference.
+  """
+  width, block = config.width, 'layers.0'
+  entries = {'fc.weight': Entry(('fc', 'weight'), (width, 2 * width))}
+  if config.fc_bias:
+    entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
+  entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
+  for place, shape in _projections(config).items():
+    name = f'{block}.{_HF_PROJECTIONS[place]}'
+    entries[f'{name}.weight'] = Entry(('layer', *place, 'weight'), shape)
+    if config.qkv_bias and place in (('attn', 'q'), ('attn', 'k'), ('attn', 'v')):
+      entries[f'{name}.bias'] = Entry(('layer', *place, 'bias'), shape[:1])
+  return Table(entries, frozenset({'embed_tokens.weight', f'{block}.self_attn.rotary_emb.inv_freq'}))

@@ -1,0 +1,22 @@
+"""Strict JAX for all tests, and the real model for those that want it."""
+
+import os
+
+import jax
+import pytest
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+
+
+@pytest.fixture(scope='session')
+def smollm2():
+  """The real SmolLM2-135M-Instruct in float32. EAGLE_JAX_REQUIRE_MODEL=1 turns a skip into a failure."""
+  from eagle_jax import hub
+
+  try:
+    return hub.load_target('smollm2-135m-instruct')
+  except ValueError as error:
+    if os.environ.get('EAGLE_JAX_REQUIRE_MODEL') == '1':
+      raise
+    pytest.skip(f'the real model is not to be had: {error}')

@@ -1,0 +1,113 @@
+"""The house: imports point to lower floors only, and a few things have one place."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / 'eagle_jax'
+FLOORS = {
+  'config': 0, 'tree': 0, 'cache': 0, 'sampling': 0, 'text': 0, 'sharding': 0,
+  'target': 1,
+  'draft': 2, 'verify': 2, 'state': 2, 'commit': 2,
+  'prefill': 3, 'decode': 3, 'cost': 3, 'weights': 3, 'hub': 3,
+  'train': 4, 'bench': 4, 'serve': 4,
+}  # fmt: skip
+MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')
+TAKES_MESH_AXES = frozenset({'PartitionSpec', 'make_mesh', 'create_device_mesh', 'axis_name', 'axis_names'})
+
+
+def _name(path: Path) -> str:
+  return str(path.relative_to(ROOT))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+  """Full dotted names of what a file imports, wherever in it; `from a import b` gives both a and a.b."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f'line {node.lineno}: import by full name'
+      yield node.module or ''
+      yield from (f'{node.module}.{alias.name}' for alias in node.names)
+
+
+def _parse(path: Path) -> ast.Module:
+  return ast.parse(path.read_text(encoding='utf-8'))
+
+
+def _room(path: Path) -> str:
+  """The entry of eagle_jax/ that a file belongs to."""
+  return path.relative_to(PACKAGE).parts[0].removesuffix('.py')
+
+
+def upward_imports(tree: ast.Module, room: str) -> list[str]:
+  """The imports of a file in `room` that do not point to a lower or the same floor, or that go by the top level."""
+  wrong = []
+  for name in _imports(tree):
+    parts = name.split('.')
+    if parts[0] != 'eagle_jax' or len(parts) < 2:
+      continue
+    if parts[1] not in FLOORS or FLOORS[parts[1]] > FLOORS[room]:
+      wrong.append(name)
+  return wrong
+
+
+@pytest.mark.parametrize('path', MODULES, ids=_name)
+def test_every_room_has_a_floor(path):
+  assert _room(path) in FLOORS, f'{_name(path)}: give {_room(path)!r} a floor in {Path(__file__).name}'
+
+
+@pytest.mark.parametrize('path', MODULES, ids=_name)
+def test_imports_point_down(path):
+  assert upward_imports(_parse(path), _room(path)) == []
+
+
+def test_an_upward_import_is_found():
+  tree = ast.parse('from eagle_jax import cache, decode\nimport eagle_jax.draft.expand\nimport jax')
+  assert upward_imports(tree, 'target') == ['eagle_jax.decode', 'eagle_jax.draft.expand']
+
+
+@pytest.mark.parametrize('path', MODULES, ids=_name)
+def test_library_reads_no_flag_and_no_torch(path):
+  banned = ('torch', 'absl.flags', 'absl.app')
+  assert [name for name in _imports(_parse(path)) if name in banned or name.startswith('torch.')] == []
+
+
+@pytest.mark.parametrize('path', MODULES, ids=_name)
+def test_no_cycle_through_the_top_level(path):
+  """The public names are for users; inside, a module is imported where it lives."""
+  tree = _parse(path)
+  assert not any(isinstance(node, ast.Import) and any(a.name == 'eagle_jax' for a in node.names) for node in tree.body)
+
+
+def mesh_words(tree: ast.Module) -> set[str]:
+  """What a file uses, imports or passes that takes the name of a mesh axis."""
+  words = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Name):
+      words.add(node.id)
+    elif isinstance(node, ast.Attribute):
+      words.add(node.attr)
+    elif isinstance(node, ast.keyword):
+      words.add(node.arg)
+    elif isinstance(node, ast.alias):
+      words.add(node.name)
+  return words & TAKES_MESH_AXES
+
+
+@pytest.mark.parametrize('path', [path for path in MODULES if _room(path) != 'sharding'], ids=_name)
+def test_mesh_axes_are_named_in_one_place(path):
+  assert mesh_words(_parse(path)) == set()
+
+
+def test_a_mesh_axis_is_found():
+  tree = ast.parse("from jax.sharding import PartitionSpec as P\njax.lax.psum(x, axis_name='data')\n")
+  assert mesh_words(tree) == {'PartitionSpec', 'axis_name'}
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'launch').glob('*.py')), ids=_name)
+def test_launchers_are_short(path):
+  assert len(path.read_text(encoding='utf-8').splitlines()) < 60

