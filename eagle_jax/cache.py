@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.sharding import CACHE_AXES, constrain
+
 
 class KVCache(NamedTuple):
   """Keys and values of every layer: one array a layer, head-major, which XLA keeps in place inside a `while_loop`."""
@@ -27,9 +29,13 @@ class KVCache(NamedTuple):
 def init(*, num_layers: int, batch: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype) -> KVCache:
   """An empty cache. Scratch must stay finite, since masked slots are multiplied by 0: hence zeros."""
   shape = (batch, num_kv_heads, num_slots, head_dim)
+
+  def zeros() -> tuple[jax.Array, ...]:
+    return tuple(constrain(jnp.zeros(shape, dtype), CACHE_AXES) for _ in range(num_layers))
+
   return KVCache(
-    keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-    values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+    keys=zeros(),
+    values=zeros(),
     length=jnp.zeros(batch, jnp.int32),
   )
 

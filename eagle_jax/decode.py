@@ -1,64 +1,279 @@
-"""The decode loop: draft, target pass, verify, commit, all in one compiled program."""
+"""Decoding as users call it: prompts in, text and statistics out; and the pure core for JAX pipelines.
 
-import functools
+    params, spec = build(target, drafter)              arrays, and what the program is made for
+    state = prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=128)
+    state = decode_loop(params, state, spec=spec)      or decode_step, one cycle at a time
+    tokens_BN, length_B, num_accepted_BN = result(state)
+
+Requests are checked, and padded in NumPy, before any tracing.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from eagle_jax.commit import commit
-from eagle_jax.prefill import prefill
-from eagle_jax.sampling import choose
+from eagle_jax.draft.drafter import Drafter, NoDrafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.policy import Chain, DynamicTree, Plain, TreePolicy
+from eagle_jax.loop import decode_loop, decode_step, result
+from eagle_jax.prefill import bucket, prefill, prepare, run_prefill
+from eagle_jax.program import Program
+from eagle_jax.sampling import Sampling
 from eagle_jax.state import DecodeState, Params, Spec
-from eagle_jax.tree import DraftTree, ancestor_mask, depth
-from eagle_jax.verify import Verdict, verify
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.text import Detokenizer
 
-__all__ = ['decode_loop', 'decode_step', 'prefill', 'result', 'verify_rows']
+__all__ = [
+  'Chunk', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'prefill', 'result', 'stream',
+]  # fmt: skip
 
-
-def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, max_depth: int) -> Verdict:
-  """`verify` of every row, by the target's own choices; tokens are drawn only at nodes that the walk reaches."""
-
-  def verify_row(tree, logits_VT, row_id, length):
-    def choose_after(node, node_depth):
-      return choose(logits_VT[:, node], state.sampling, row_id, length + node_depth + 1)
-
-    return verify(tree, choose_after, max_depth=max_depth)
-
-  return jax.vmap(verify_row, in_axes=(0, 1, 0, 0))(tree, logits_VBT, state.row_id, state.cache.length)
+_PREFILL, _LOOP, _STEP = Program(run_prefill), Program(decode_loop), Program(decode_step)
 
 
-@functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
-def decode_step(params: Params, state: DecodeState, *, spec: Spec) -> DecodeState:
-  """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens. `state` is donated."""
-  max_depth = spec.policy.max_depth
-  tree, drafter = spec.drafter.propose(params.drafter, state.drafter, state.root, spec.policy)
-  mask_BTT = jax.vmap(functools.partial(ancestor_mask, max_depth=max_depth))(tree.parent)
-  position_BT = state.cache.length[:, None] + jax.vmap(depth)(mask_BTT)
-  taps, cache = spec.target.forward(params.target, tree.token, position_BT, mask_BTT, state.cache)
-  features_DR = taps.feature.reshape(taps.feature.shape[0], -1)
-  logits_VBT = spec.target.logits(params.target, features_DR).reshape(-1, *tree.token.shape)
-  verdict = verify_rows(tree, logits_VBT, state, max_depth=max_depth)
-  return commit(params, state, verdict, taps, cache, drafter, spec=spec)
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """What `generate` returns; the lists go by prompt."""
+
+  tokens: list[list[int]]  # new tokens only, with the EOS that ended them, if one did
+  text: list[str] | None  # without special tokens; None without a tokenizer
+  num_accepted: list[list[int]]  # by target pass: the drafted tokens emitted from it
+  stats: dict[str, Any]  # of the batch: num_target_passes, tau, prefill_s, decode_s, compile_s, tok_per_s, policy
 
 
-@functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
-def decode_loop(params: Params, state: DecodeState, *, spec: Spec) -> DecodeState:
-  """`decode_step` until every row is done: one `lax.while_loop`, no host in it. `state` is donated."""
-  return jax.lax.while_loop(
-    lambda state: ~state.is_done.all(), lambda state: decode_step(params, state, spec=spec), state
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """What one step of `stream` adds. The first chunk is the prefill's token, with `num_accepted` 0."""
+
+  text: str  # whole characters only: incomplete UTF-8 waits for the next chunk
+  tokens: list[int]
+  num_accepted: int  # drafted tokens among them
+
+
+def build(target: Target, drafter: Drafter | None, *, policy: str | TreePolicy = 'auto') -> tuple[Params, Spec]:
+  """The arrays and the static description of a decode program.
+
+  Args:
+    target: from `load_target`.
+    drafter: from `load_drafter`, or None for plain decoding.
+    policy: 'auto', 'plain', or a policy object.
+
+  Returns:
+    `params`, which shares the target's arrays, and `spec`, static and hashable.
+
+  Raises:
+    ValueError: unknown policy, a tree without a drafter, or a drafter for another target.
+  """
+  chosen = _resolve(policy, drafter)
+  network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
+  if isinstance(chosen, Plain) or drafter is None:
+    return Params(target.params, {}), Spec(network, NoDrafter(), Plain())
+  if (drafter.config.width, drafter.config.vocab_size) != (target.config.width, target.config.vocab_size):
+    raise ValueError(
+      f'The drafter is for a target of width {drafter.config.width} and vocabulary {drafter.config.vocab_size}; this '
+      f'target has {target.config.width} and {target.config.vocab_size}. Load the drafter trained for this target.'
+    )
+  embed_VD = target.params['embed']['weight']
+  head_VD = target.params.get('head', target.params['embed'])['weight']
+  ids = jnp.arange(target.config.vocab_size, dtype=jnp.int32)
+  params = {**drafter.params, 'embed': embed_VD, 'head': head_VD, 'ids': ids}
+  return Params(target.params, params), Spec(network, Eagle(drafter.config, network.dtype), chosen)
+
+
+def _resolve(policy: str | TreePolicy, drafter: Drafter | None) -> TreePolicy:
+  if policy == 'plain' or (policy == 'auto' and drafter is None):
+    return Plain()
+  if policy == 'auto':
+    # Without measured costs: few rows where a row costs much, the paper's tree where rows are nearly free.
+    return Chain(3) if jax.default_backend() == 'cpu' else DynamicTree()
+  if isinstance(policy, str):
+    raise ValueError(
+      f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
+    )
+  if drafter is None and not isinstance(policy, Plain):
+    raise ValueError(f"{policy.describe()} needs a drafter, and none came. Load one, or pass policy='plain'.")
+  return policy
+
+
+def generate(
+  target: Target,
+  drafter: Drafter | None,
+  prompts: Sequence[str] | Sequence[Sequence[int]],
+  *,
+  max_new_tokens: int = 128,
+  temperature: float = 0.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  seed: int = 0,
+  policy: str | TreePolicy = 'auto',
+  row_ids: Sequence[int] | None = None,
+  eos_ids: Sequence[int] | None = None,
+) -> Generation:
+  """Decodes a batch of prompts; in float32 the text is that of plain decoding, whatever drafter and policy.
+
+  Args:
+    target: from `load_target`.
+    drafter: from `load_drafter`, or None for plain decoding.
+    prompts: strings (put through the chat template, if the target has one), or lists of token ids, taken as they are.
+    max_new_tokens: at most so many new tokens a prompt.
+    temperature: 0 is greedy.
+    top_k: draw from the k likeliest tokens; 0 keeps all.
+    top_p: then from the smallest set of them that holds this probability; in (0, 1].
+    seed: fixes the text, together with `row_ids`.
+    policy: 'auto', 'plain', or a policy object such as `DynamicTree()`.
+    row_ids: key each row's noise; default 0, 1, ...
+    eos_ids: tokens that end a row; default the target's, () for none.
+
+  Raises:
+    ValueError: what came cannot be decoded; said before anything is compiled.
+  """
+  params, spec = build(target, drafter, policy=policy)
+  arguments, static = _request(
+    target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
+  )
+  with _mesh_of(target):
+    run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
+    start = time.perf_counter()
+    state = jax.block_until_ready(run(*arguments))
+    prefill_s = time.perf_counter() - start
+    run, loop_compile_s = _LOOP.compile(params, state, spec=spec)
+    start = time.perf_counter()
+    state = run(params, state)
+    counts = state.tokens, state.num_tokens, state.num_accepted, state.num_passes
+    tokens_BN, length_B, num_accepted_BN, num_passes_B = map(np.asarray, jax.device_get(counts))
+    decode_s = time.perf_counter() - start
+  tokens = [row[:length].tolist() for row, length in zip(tokens_BN, length_B, strict=True)]
+  num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, num_passes_B, strict=True)]
+  num_new, num_passes = int(length_B.sum()), int(num_passes_B.sum())
+  stats = {
+    'num_new_tokens': num_new,
+    'num_target_passes': num_passes,
+    'tau': (num_new - len(tokens)) / num_passes if num_passes else 1.0,
+    'prefill_s': prefill_s,
+    'decode_s': decode_s,
+    'compile_s': prefill_compile_s + loop_compile_s,
+    'tok_per_s': num_new / decode_s,
+    'policy': spec.policy.describe(),
+  }
+  text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
+  return Generation(tokens, text, num_accepted, stats)
+
+
+def stream(
+  target: Target,
+  drafter: Drafter | None,
+  prompt: str | Sequence[int],
+  *,
+  max_new_tokens: int = 128,
+  temperature: float = 0.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  seed: int = 0,
+  policy: str | TreePolicy = 'auto',
+  row_ids: Sequence[int] | None = None,
+  eos_ids: Sequence[int] | None = None,
+) -> Iterator[Chunk]:
+  """Yields the text of one prompt step by step; joined, it is that of `generate`. Arguments as there.
+
+  Raises:
+    ValueError: as `generate`, at the call and not at the first chunk.
+  """
+  params, spec = build(target, drafter, policy=policy)
+  prompts: Any = [prompt]
+  arguments, static = _request(
+    target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
+  )
+  return _chunks(target, params, spec, arguments, static)
+
+
+def _chunks(target: Target, params: Params, spec: Spec, arguments, static) -> Iterator[Chunk]:
+  detokenizer = Detokenizer(target.tokenizer) if target.tokenizer else None
+
+  def new_chunk(state: DecodeState, num_seen: int) -> tuple[Chunk, bool]:
+    row = jax.device_get((state.tokens, state.num_tokens, state.num_accepted, state.num_passes, state.is_done))
+    tokens_N, length, num_accepted_N, num_passes, is_done = (np.asarray(x)[0] for x in row)
+    tokens = tokens_N[num_seen:length].tolist()
+    text = detokenizer.push(tokens) + (detokenizer.flush() if is_done else '') if detokenizer else ''
+    return Chunk(text, tokens, int(num_accepted_N[num_passes - 1]) if num_passes else 0), bool(is_done)
+
+  with _mesh_of(target):
+    run, _ = _PREFILL.compile(*arguments, **static)
+    state = run(*arguments)
+    run, _ = _STEP.compile(params, state, spec=spec)
+  chunk, is_done = new_chunk(state, 0)
+  num_seen = len(chunk.tokens)
+  yield chunk
+  while not is_done:
+    with _mesh_of(target):
+      state = run(params, state)
+    chunk, is_done = new_chunk(state, num_seen)
+    num_seen += len(chunk.tokens)
+    yield chunk
+
+
+def _mesh_of(target: Target) -> contextlib.AbstractContextManager:
+  """The mesh that the target's parameters live on, as the context of compiling and running."""
+  mesh = getattr(target.params['embed']['weight'].sharding, 'mesh', None)
+  return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def _request(target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids):
+  """Checks a request and pads it in NumPy: the arguments of `run_prefill`."""
+  ids = _encode(target, prompts)
+  _check(target, ids, max_new_tokens, temperature, top_k, top_p, seed)
+  if row_ids is not None and len(row_ids) != len(ids):
+    raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
+  length_B = np.asarray([len(row) for row in ids], np.int32)
+  tokens_BL = np.zeros((len(ids), bucket(length_B.max())), np.int32)
+  for row_L, row in zip(tokens_BL, ids, strict=True):
+    row_L[: len(row)] = row
+  return prepare(
+    params,
+    tokens_BL,
+    length_B,
+    spec=spec,
+    max_new_tokens=max_new_tokens,
+    sampling=Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+    row_ids=None if row_ids is None else np.asarray(row_ids, np.int32),
+    eos_ids=target.config.eos_ids if eos_ids is None else eos_ids,
   )
 
 
-def result(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """What a state holds for its user.
+def _encode(target: Target, prompts: Any) -> list[list[int]]:
+  if isinstance(prompts, str) or not len(prompts):
+    raise ValueError(f'prompts is {prompts!r}; a non-empty list is needed: [{prompts!r}] for one prompt.')
+  if isinstance(prompts[0], str):
+    if target.tokenizer is None:
+      raise ValueError('Text prompts came, but this target has no tokenizer: pass lists of token ids.')
+    if '' in prompts:
+      raise ValueError(f'Prompt {prompts.index("")} is empty: give it at least one character.')
+    return [target.tokenizer.encode_prompt(prompt) for prompt in prompts]
+  return [[int(token) for token in row] for row in prompts]
 
-  Returns:
-    tokens_BN: [B, N] i32, new tokens; NO_TOKEN past each row's length.
-    length_B: [B] i32, new tokens a row.
-    num_accepted_BN: [B, N] i32, drafted tokens emitted by each target pass of the row; -1 past its last pass.
-  """
-  num_new = state.num_accepted.shape[1]
-  index_1N = jnp.arange(num_new)[None]
-  tokens_BN = jnp.where(index_1N < state.num_tokens[:, None], state.tokens[:, :num_new], -1)
-  num_accepted_BN = jnp.where(index_1N < state.num_passes[:, None], state.num_accepted, -1)
-  return tokens_BN, state.num_tokens, num_accepted_BN
+
+def _check(target: Target, ids: list[list[int]], max_new_tokens, temperature, top_k, top_p, seed) -> None:
+  vocab_size, max_context = target.config.vocab_size, target.config.max_context
+  for row, tokens in enumerate(ids):
+    if not tokens:
+      raise ValueError(f'Prompt {row} is empty: give it at least one token.')
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+      raise ValueError(f'Prompt {row} holds ids {outside[:5]} outside the vocabulary of {vocab_size}: use 0 .. size-1.')
+    if len(tokens) + max_new_tokens > max_context:
+      raise ValueError(
+        f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
+        f'{max_context}. Shorten the prompt or lower max_new_tokens.'
+      )
+  if not 0 <= temperature < math.inf:
+    raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
+  if top_k < 0:
+    raise ValueError(f'top_k is {top_k}; an integer >= 0 is needed (0 keeps all tokens).')
+  if not 0 < top_p <= 1:
+    raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens).')
+  if not -(2**31) <= seed < 2**31:
+    raise ValueError(f'seed is {seed}; an integer of 32 bits is needed.')

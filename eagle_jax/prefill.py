@@ -1,7 +1,6 @@
 """Prompt to the first `DecodeState`: one target pass over all prompt tokens, and the first new token."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,36 +64,40 @@ def prefill(
   Raises:
     ValueError: max_new_tokens is below 1.
   """
+  arguments, static = prepare(
+    params,
+    tokens_BL,
+    length_B,
+    spec=spec,
+    max_new_tokens=max_new_tokens,
+    sampling=Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+    row_ids=row_ids,
+    eos_ids=eos_ids,
+  )
+  return run_prefill(*arguments, **static)
+
+
+def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: int, sampling, row_ids, eos_ids):
+  """The arguments of `run_prefill`: traced ones, and static ones in buckets. See `prefill`."""
   if max_new_tokens < 1:
     raise ValueError(f'max_new_tokens is {max_new_tokens}; at least 1 is needed: prefill itself yields a token.')
   batch, num_prompt = tokens_BL.shape
   num_new = bucket(max_new_tokens)
-  eos = np.asarray([*eos_ids] or [NO_TOKEN], np.int32)
-  return _prefill(
-    params,
-    tokens_BL,
-    length_B,
-    np.arange(batch, dtype=np.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32),
-    Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-    Limits(jnp.int32(max_new_tokens), eos),
-    spec=spec,
-    num_slots=num_slots(spec, num_prompt, num_new),
-    num_new=num_new,
-  )
-
-
-def num_slots(spec: Spec, num_prompt: int, num_new: int) -> int:
-  """S: cache slots for a prompt, its new tokens and one tree. An update slice past the end would be clamped, and
-
-  overwrite the row's own prefix without a word: so the room is made here, before tracing.
-  """
-  return bucket(num_prompt + num_new + spec.num_scratch)
+  row_id_B = np.arange(batch, dtype=np.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32)
+  limits = Limits(np.int32(max_new_tokens), np.asarray([*eos_ids] or [NO_TOKEN], np.int32))
+  static = {'spec': spec, 'num_slots': bucket(num_prompt + num_new + spec.num_scratch), 'num_new': num_new}
+  return (params, tokens_BL, length_B, row_id_B, sampling, limits), static
 
 
 @functools.partial(jax.jit, static_argnames=('spec', 'num_slots', 'num_new'))
-def _prefill(
+def run_prefill(
   params: Params, tokens_BL, length_B, row_id_B, sampling: Sampling, limits: Limits, *, spec: Spec, num_slots, num_new
 ) -> DecodeState:
+  """The program behind `prefill`.
+
+  `num_slots` cache slots must hold prompt, new tokens and one tree: an update slice past the end would be clamped, and
+  overwrite the row's own prefix without a word. `prepare` makes that room.
+  """
   batch, num_prompt = tokens_BL.shape
   position_BL = jnp.broadcast_to(jnp.arange(num_prompt), tokens_BL.shape)
   causal_BLL = jnp.broadcast_to(jnp.tri(num_prompt, dtype=bool), (batch, num_prompt, num_prompt))

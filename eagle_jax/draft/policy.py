@@ -149,11 +149,12 @@ class StaticTree:
   def __post_init__(self):
     object.__setattr__(self, 'paths', tuple(tuple(int(rank) for rank in path) for path in self.paths))
     known = {(), *self.paths}
-    orphans = [path for path in self.paths if path[:-1] not in known]
-    if not self.paths or () in self.paths or len(known) != len(self.paths) + 1 or orphans or min(map(min, self.paths)) < 0:
+    is_set = () not in self.paths and len(known) == len(self.paths) + 1 > 1
+    orphans = [path for path in self.paths if path and path[:-1] not in known]
+    if not is_set or orphans or any(rank < 0 for path in self.paths for rank in path):
       raise ValueError(
-        f'StaticTree: {len(self.paths)} paths came; needed are one or more distinct, non-empty paths of ranks >= 0 that '
-        f'hold the parent of each path. Paths without their parent: {orphans}. The root is implied; leave it out.'
+        f'StaticTree: {len(self.paths)} paths came; needed are one or more distinct, non-empty paths of ranks >= 0, '
+        f'with the parent of each. Paths without their parent: {orphans}. The root is implied; leave it out.'
       )
 
   @property

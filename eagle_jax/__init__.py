@@ -1,0 +1,22 @@
+"""EAGLE-2 speculative decoding in JAX: draft a tree, check it in one target pass, keep what agrees, all in one program.
+
+Names carry shapes; one letter is one dimension, everywhere:
+
+    B batch rows       L tokens in this call    S cache slots     T tree nodes, root included
+    W frontier width   C children per node      A candidates before rerank     P path slots, max_depth + 1
+    D model width      H query heads   G kv heads   J query heads a kv head   K head dim   F ffn width
+    V target vocab     U draft vocab   R rows of work (B x T, one column each)   N new tokens   E EOS slots
+
+`p` is the target and `q` the drafter. Read in this order: tree, verify, cache, sampling, target/layers,
+target/transformer, draft/policy, draft/grow, draft/eagle, commit, loop, prefill, decode.
+"""
+
+from eagle_jax import decode
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
+from eagle_jax.hub import load_drafter, load_target, save_drafter
+from eagle_jax.target.transformer import Target
+
+__all__ = [
+  'Chain', 'Drafter', 'DynamicTree', 'StaticTree', 'Target', 'decode', 'load_drafter', 'load_target', 'save_drafter',
+]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Which mesh axis holds what: logical axes of every array in one table, and one table of rules from them to the mesh.
+
+Nothing else names a mesh axis. A mesh has up to two: 'data' splits batch rows, 'model' splits heads, the
+feed-forward width and the vocabulary (Megatron-LM, arXiv:1909.08053).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+RULES = {'batch': 'data', 'heads': 'model', 'kv_heads': 'model', 'ffn': 'model', 'vocab': 'model', 'width': None}
+
+# The last two names of a parameter's path -> its logical axes; weights are [out, in]. All others are replicated.
+PARAM_AXES = {
+  ('embed', 'weight'): ('vocab', 'width'),
+  ('head', 'weight'): ('vocab', 'width'),
+  ('q', 'weight'): ('heads', 'width'),
+  ('k', 'weight'): ('kv_heads', 'width'),
+  ('v', 'weight'): ('kv_heads', 'width'),
+  ('o', 'weight'): ('width', 'heads'),
+  ('gate', 'weight'): ('ffn', 'width'),
+  ('up', 'weight'): ('ffn', 'width'),
+  ('down', 'weight'): ('width', 'ffn'),
+}
+CACHE_AXES = ('batch', 'kv_heads', None, None)
+
+
+def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1) -> Mesh:
+  """A ('data', 'model') mesh with `num_model` devices a model and the rest over batch rows.
+
+  Raises:
+    ValueError: the devices cannot be divided so.
+  """
+  devices = jax.devices() if devices is None else devices
+  if len(devices) % num_model:
+    raise ValueError(f'{len(devices)} devices cannot be split into models of {num_model}; choose a divisor.')
+  grid = np.asarray(devices).reshape(-1, num_model)
+  return Mesh(grid, ('data', 'model'), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+  """The spec of an array of these logical axes. A dimension that its mesh axis does not divide is replicated."""
+  names = []
+  for axis, size in zip(axes, shape, strict=True):
+    name = RULES[axis] if axis else None
+    names.append(name if name in mesh.shape and size % mesh.shape[name] == 0 else None)
+  return PartitionSpec(*names)
+
+
+def shard_params(params: Any, mesh: Mesh) -> Any:
+  """Shardings of a (possibly nested) dict of parameters, from `PARAM_AXES`: a tree of `NamedSharding`."""
+
+  def sharding(path, leaf):
+    axes = PARAM_AXES.get(tuple(key.key for key in path[-2:]), (None,) * leaf.ndim)
+    return NamedSharding(mesh, partition(axes, leaf.shape, mesh))
+
+  return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+  """Inside a jit under `jax.set_mesh`, keeps an array on its mesh axes; without a mesh, does nothing."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return x if mesh.empty else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
