@@ -51,7 +51,7 @@ def write(kv_BGSK: jax.Array, new_BGTK: jax.Array, start_B: jax.Array) -> jax.Ar
     new_1GTK = jax.lax.dynamic_slice_in_dim(new_BGTK, row, 1)
     return jax.lax.dynamic_update_slice(kv_BGSK, new_1GTK, (row, 0, start_B[row], 0))
 
-  return jax.lax.fori_loop(0, kv_BGSK.shape[0], write_row, kv_BGSK)
+  return constrain(jax.lax.fori_loop(0, kv_BGSK.shape[0], write_row, kv_BGSK), CACHE_AXES)
 
 
 def visible(length_B: jax.Array, mask_BTM: jax.Array, *, num_slots: int) -> jax.Array:

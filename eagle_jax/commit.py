@@ -56,9 +56,9 @@ def commit(
     tokens=write_row(state.tokens, verdict.token, state.num_tokens),
     num_tokens=num_tokens_B,
     num_accepted=write_row(state.num_accepted, num_accepted_B1, state.num_passes),
-    num_passes=state.num_passes + ~state.is_done,
+    num_passes=state.num_passes + (~state.is_done).astype(jnp.int32),
     is_done=state.is_done | is_over_B,
-  )
+  ).constrained()
 
 
 def _nodes_of_path(x: jax.Array, path_BP: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.draft.drafter import Drafter, NoDrafter
@@ -26,6 +25,7 @@ from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import bucket, prefill, prepare, run_prefill
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
+from eagle_jax.sharding import mesh_of, param_sharding
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.text import Detokenizer
@@ -81,7 +81,8 @@ def build(target: Target, drafter: Drafter | None, *, policy: str | TreePolicy =
     )
   embed_VD = target.params['embed']['weight']
   head_VD = target.params.get('head', target.params['embed'])['weight']
-  ids = jnp.arange(target.config.vocab_size, dtype=jnp.int32)
+  ids, mesh = np.arange(target.config.vocab_size, dtype=np.int32), mesh_of(target.params)
+  ids = jax.device_put(ids, None if mesh is None else param_sharding(['ids'], ids.shape, mesh))
   params = {**drafter.params, 'embed': embed_VD, 'head': head_VD, 'ids': ids}
   return Params(target.params, params), Spec(network, Eagle(drafter.config, network.dtype), chosen)
 
@@ -150,19 +151,21 @@ def generate(
     decode_s = time.perf_counter() - start
   tokens = [row[:length].tolist() for row, length in zip(tokens_BN, length_B, strict=True)]
   num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, num_passes_B, strict=True)]
-  num_new, num_passes = int(length_B.sum()), int(num_passes_B.sum())
-  stats = {
+  seconds = {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
+  text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
+  return Generation(tokens, text, num_accepted, _stats(length_B, num_passes_B, spec, seconds))
+
+
+def _stats(num_tokens_B, num_passes_B, spec: Spec, seconds: dict[str, float]) -> dict[str, Any]:
+  num_new, num_passes = int(np.sum(num_tokens_B)), int(np.sum(num_passes_B))
+  return {
     'num_new_tokens': num_new,
     'num_target_passes': num_passes,
-    'tau': (num_new - len(tokens)) / num_passes if num_passes else 1.0,
-    'prefill_s': prefill_s,
-    'decode_s': decode_s,
-    'compile_s': prefill_compile_s + loop_compile_s,
-    'tok_per_s': num_new / decode_s,
+    'tau': (num_new - len(num_tokens_B)) / num_passes if num_passes else 1.0,
+    'tok_per_s': num_new / seconds['decode_s'] if seconds['decode_s'] else 0.0,
+    **seconds,
     'policy': spec.policy.describe(),
   }
-  text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
-  return Generation(tokens, text, num_accepted, stats)
 
 
 def stream(
@@ -178,7 +181,7 @@ def stream(
   policy: str | TreePolicy = 'auto',
   row_ids: Sequence[int] | None = None,
   eos_ids: Sequence[int] | None = None,
-) -> Iterator[Chunk]:
+) -> 'Stream':
   """Yields the text of one prompt step by step; joined, it is that of `generate`. Arguments as there.
 
   Raises:
@@ -189,37 +192,59 @@ def stream(
   arguments, static = _request(
     target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
   )
-  return _chunks(target, params, spec, arguments, static)
+  return Stream(target, params, spec, arguments, static)
 
 
-def _chunks(target: Target, params: Params, spec: Spec, arguments, static) -> Iterator[Chunk]:
-  detokenizer = Detokenizer(target.tokenizer) if target.tokenizer else None
+class Stream(Iterator[Chunk]):
+  """The chunks of one prompt, made as they are asked for. `stats`, as in `Generation`, is of the chunks so far."""
 
-  def new_chunk(state: DecodeState, num_seen: int) -> tuple[Chunk, bool]:
-    row = jax.device_get((state.tokens, state.num_tokens, state.num_accepted, state.num_passes, state.is_done))
-    tokens_N, length, num_accepted_N, num_passes, is_done = (np.asarray(x)[0] for x in row)
-    tokens = tokens_N[num_seen:length].tolist()
-    text = detokenizer.push(tokens) + (detokenizer.flush() if is_done else '') if detokenizer else ''
-    return Chunk(text, tokens, int(num_accepted_N[num_passes - 1]) if num_passes else 0), bool(is_done)
+  def __init__(self, target: Target, params: Params, spec: Spec, arguments: tuple, static: dict[str, Any]):
+    self._spec = spec
+    self._detokenizer = Detokenizer(target.tokenizer) if target.tokenizer else None
+    self._num_tokens, self._num_passes = 0, 0
+    self._seconds = {'prefill_s': 0.0, 'decode_s': 0.0, 'compile_s': 0.0}
+    self._chunks = self._make_chunks(target, params, arguments, static)
 
-  with _mesh_of(target):
-    run, _ = _PREFILL.compile(*arguments, **static)
-    state = run(*arguments)
-    run, _ = _STEP.compile(params, state, spec=spec)
-  chunk, is_done = new_chunk(state, 0)
-  num_seen = len(chunk.tokens)
-  yield chunk
-  while not is_done:
+  def __next__(self) -> Chunk:
+    return next(self._chunks)
+
+  @property
+  def stats(self) -> dict[str, Any]:
+    return _stats([self._num_tokens], [self._num_passes], self._spec, self._seconds)
+
+  def _make_chunks(self, target: Target, params: Params, arguments: tuple, static: dict[str, Any]) -> Iterator[Chunk]:
     with _mesh_of(target):
-      state = run(params, state)
-    chunk, is_done = new_chunk(state, num_seen)
-    num_seen += len(chunk.tokens)
+      run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
+      start = time.perf_counter()
+      state = run(*arguments)
+      chunk, is_done = self._chunk(state)
+      self._seconds['prefill_s'] = time.perf_counter() - start
+      run, step_compile_s = _STEP.compile(params, state, spec=self._spec)
+      self._seconds['compile_s'] = prefill_compile_s + step_compile_s
     yield chunk
+    while not is_done:
+      start = time.perf_counter()
+      with _mesh_of(target):
+        state = run(params, state)
+      chunk, is_done = self._chunk(state)
+      self._seconds['decode_s'] += time.perf_counter() - start
+      yield chunk
+
+  def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
+    """What the newest step added, and whether it was the last."""
+    row = jax.device_get((state.tokens, state.num_tokens, state.num_accepted, state.num_passes, state.is_done))
+    tokens_N, num_tokens, num_accepted_N, num_passes, is_done = (np.asarray(x)[0] for x in row)
+    tokens = tokens_N[self._num_tokens : num_tokens].tolist()
+    self._num_tokens, self._num_passes = int(num_tokens), int(num_passes)
+    text = ''
+    if self._detokenizer:
+      text = self._detokenizer.push(tokens) + (self._detokenizer.flush() if is_done else '')
+    return Chunk(text, tokens, int(num_accepted_N[num_passes - 1]) if num_passes else 0), bool(is_done)
 
 
 def _mesh_of(target: Target) -> contextlib.AbstractContextManager:
   """The mesh that the target's parameters live on, as the context of compiling and running."""
-  mesh = getattr(target.params['embed']['weight'].sharding, 'mesh', None)
+  mesh = mesh_of(target.params)
   return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 

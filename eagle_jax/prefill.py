@@ -123,4 +123,4 @@ def run_prefill(
     row_id=row_id_B,
     sampling=sampling,
     limits=limits,
-  )
+  ).constrained()

@@ -11,7 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-RULES = {'batch': 'data', 'heads': 'model', 'kv_heads': 'model', 'ffn': 'model', 'vocab': 'model', 'width': None}
+RULES = {
+  'batch': 'data', 'heads': 'model', 'kv_heads': 'model', 'ffn': 'model', 'vocab': 'model',
+  'width': None, 'fc_out': 'model',
+}  # fmt: skip
 
 # The last two names of a parameter's path -> its logical axes; weights are [out, in]. All others are replicated.
 PARAM_AXES = {
@@ -24,6 +27,7 @@ PARAM_AXES = {
   ('gate', 'weight'): ('ffn', 'width'),
   ('up', 'weight'): ('ffn', 'width'),
   ('down', 'weight'): ('width', 'ffn'),
+  ('fc', 'weight'): ('fc_out', 'width'),
 }
 CACHE_AXES = ('batch', 'kv_heads', None, None)
 
@@ -50,17 +54,30 @@ def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> Pa
   return PartitionSpec(*names)
 
 
-def shard_params(params: Any, mesh: Mesh) -> Any:
-  """Shardings of a (possibly nested) dict of parameters, from `PARAM_AXES`: a tree of `NamedSharding`."""
+def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+  """Where one parameter lives; `path` is its keys in the nested dict."""
+  axes = PARAM_AXES.get(tuple(path[-2:]), (None,) * len(shape))
+  return NamedSharding(mesh, partition(axes, shape, mesh))
 
-  def sharding(path, leaf):
-    axes = PARAM_AXES.get(tuple(key.key for key in path[-2:]), (None,) * leaf.ndim)
-    return NamedSharding(mesh, partition(axes, leaf.shape, mesh))
 
-  return jax.tree_util.tree_map_with_path(sharding, params)
+def param_shardings(params: Any, mesh: Mesh) -> Any:
+  """`param_sharding` of every leaf of a nested dict: what `jax.device_put` takes."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: param_sharding([key.key for key in path], leaf.shape, mesh), params
+  )
+
+
+def mesh_of(params: Any) -> Mesh | None:
+  """The mesh that parameters live on, or None for a single device."""
+  return getattr(getattr(jax.tree.leaves(params)[0], 'sharding', None), 'mesh', None)
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
   """Inside a jit under `jax.set_mesh`, keeps an array on its mesh axes; without a mesh, does nothing."""
   mesh = jax.sharding.get_abstract_mesh()
   return x if mesh.empty else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+  """`constrain` of an array with one entry a batch row."""
+  return constrain(x, ('batch',) + (None,) * (x.ndim - 1))

@@ -9,6 +9,7 @@ from eagle_jax.cache import KVCache
 from eagle_jax.draft import DraftNetwork
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import Sampling
+from eagle_jax.sharding import constrain_rows
 from eagle_jax.target import TargetNetwork
 
 
@@ -63,3 +64,9 @@ class DecodeState(NamedTuple):
   row_id: jax.Array  # [B] i32, keys the noise
   sampling: Sampling
   limits: Limits
+
+  def constrained(self) -> 'DecodeState':
+    """The same, every row on its mesh axis: what a step returns lies as what it took, so one program runs them all."""
+    by_row = ('root', 'tokens', 'num_tokens', 'num_accepted', 'num_passes', 'is_done', 'row_id')
+    rows = {name: constrain_rows(getattr(self, name)) for name in by_row}
+    return self._replace(cache=self.cache._replace(length=constrain_rows(self.cache.length)), **rows)

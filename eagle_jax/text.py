@@ -1,7 +1,10 @@
 """Text <-> token ids: a byte-level BPE tokenizer, its chat template, and an incremental detokenizer."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _NORMAL_TOKEN, _CONTROL_TOKEN = 1, 3  # GGUF token types
@@ -172,3 +175,30 @@ class Detokenizer:
     rest = self._tokenizer.decode(self._open_ids)[self._num_given :]
     self._open_ids, self._num_given = [], 0
     return rest
+
+
+def read_prompts(path: str | Path) -> Iterator[str]:
+  """Prompts of a text file, gzipped or not: one a line, or JSON Lines with `prompt`. Empty lines are passed over.
+
+  Raises:
+    ValueError: no readable file, or a line of JSON without a `prompt` string; the message names the line.
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise ValueError(f'No file of prompts at {path}: give one with a prompt a line, or JSON Lines with "prompt".')
+  with gzip.open(path, 'rt', encoding='utf-8') if path.suffix == '.gz' else open(path, encoding='utf-8') as lines:
+    for number, line in enumerate(lines, start=1):
+      if line.startswith('{'):
+        yield _prompt_of(line, f'{path}, line {number}')
+      elif line.strip():
+        yield line.strip()
+
+
+def _prompt_of(line: str, where: str) -> str:
+  try:
+    prompt = json.loads(line).get('prompt')
+  except json.JSONDecodeError as error:
+    raise ValueError(f'{where} is no JSON: {error}. Mend the line.') from error
+  if not isinstance(prompt, str):
+    raise ValueError(f'{where} has no "prompt" string: add one.')
+  return prompt

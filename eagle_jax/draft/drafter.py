@@ -15,7 +15,7 @@ class Drafter:
   """A loaded drafter: what `load_drafter` returns and `decode` takes. The target's embedding and head are not in it."""
 
   config: DrafterConfig
-  params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding`
+  params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
 
 
 @dataclasses.dataclass(frozen=True)

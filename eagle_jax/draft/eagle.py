@@ -16,6 +16,7 @@ from eagle_jax.cache import KVCache
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.grow import Children, Frontier, grow, rerank
 from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.sharding import constrain, constrain_rows
 from eagle_jax.target.layers import Attention, Linear, RMSNorm, SwiGLU, embed, head_logits
 from eagle_jax.tree import DraftTree
 
@@ -110,8 +111,8 @@ class Eagle:
     out_DBP, cache = self.forward(params, token_BP, taps.feature, position_BP, causal_BPP, cache.length, cache)
     newest_B = jnp.maximum(count_B - 1, 0)
     newest_DB = jnp.take_along_axis(out_DBP, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
-    feature_DB = jnp.where(count_B > 0, newest_DB, state.feature)
-    return EagleState(cache._replace(length=cache.length + count_B), feature_DB)
+    feature_DB = constrain(jnp.where(count_B > 0, newest_DB, state.feature), ('width', 'batch'))
+    return EagleState(cache._replace(length=constrain_rows(cache.length + count_B)), feature_DB)
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy) -> tuple[DraftTree, EagleState]:
     """Grows and reranks every row's tree. The drafted rows are scratch in the cache: only `absorb` commits."""

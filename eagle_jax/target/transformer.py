@@ -18,7 +18,7 @@ class Target:
   """A loaded target: what `load_target` returns and `decode` takes."""
 
   config: TargetConfig
-  params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.TARGET_AXES`
+  params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
   tokenizer: Any = None  # a `text.Tokenizer`, or None: then prompts are token ids
 
 

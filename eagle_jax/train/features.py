@@ -5,8 +5,7 @@ drafter would absorb (the features of the committed rows) it writes down.
 """
 
 import dataclasses
-import gzip
-import json
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,28 +53,26 @@ class Example(NamedTuple):
   num_prompt: int
 
 
-def read_prompts(path: str | Path) -> Iterator[str]:
-  """The `prompt` of each line of a JSON Lines file, gzipped or not."""
-  with gzip.open(path, 'rt') if str(path).endswith('.gz') else open(path) as lines:
-    for line in lines:
-      yield json.loads(line)['prompt']
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """How much text the target writes to learn from, and how."""
+
+  num_shards: int
+  batch: int = 64  # answers a shard: the rows decoded together
+  max_prompt: int = 128  # tokens; longer prompts are passed over
+  max_new_tokens: int = 192
+  temperatures: tuple[float, ...] = (0.0, 1.0, 0.7, 0.0)  # by shard, in turn
 
 
 def answer(
-  target: Target,
-  prompts: Sequence[Sequence[int]],
-  *,
-  max_new_tokens: int,
-  max_prompt: int,
-  temperature: float,
-  seed: int,
+  target: Target, prompts: Sequence[Sequence[int]], data: Data, *, temperature: float, seed: int
 ) -> list[Example]:
-  """The target's own answers to a batch of token-id prompts of at most `max_prompt` tokens, with features."""
+  """The target's own answers to a batch of token-id prompts, with features."""
   width = target.config.width
   spec = Spec(TransformerTarget(target.config), Recorder(width), Plain())
   params = Params(target.params, ())
   length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
-  tokens_BL = np.zeros((len(prompts), bucket(max_prompt)), np.int32)
+  tokens_BL = np.zeros((len(prompts), bucket(data.max_prompt)), np.int32)
   for row_L, prompt in zip(tokens_BL, prompts, strict=True):
     row_L[: len(prompt)] = prompt
   state = prefill(
@@ -83,7 +80,7 @@ def answer(
     tokens_BL,
     length_B,
     spec=spec,
-    max_new_tokens=max_new_tokens,
+    max_new_tokens=data.max_new_tokens,
     temperature=temperature,
     seed=seed,
     eos_ids=target.config.eos_ids,
@@ -121,31 +118,25 @@ def read_shard(path: Path) -> list[Example]:
   return [Example(*fields) for fields in zip(tokens, features, shard['num_prompt'].tolist(), strict=True)]
 
 
-def generate_shards(
-  target: Target,
-  prompts: Iterator[str],
-  folder: Path,
-  *,
-  num_shards: int,
-  batch: int,
-  max_prompt: int,
-  max_new_tokens: int,
-  temperatures: Sequence[float],
-) -> Iterator[list[Example]]:
-  """Writes (or, where they are there already, reads) `num_shards` shards of `batch` answers each, and yields them.
+def generate_shards(target: Target, prompts: Iterator[str], folder: Path, data: Data) -> Iterator[list[Example]]:
+  """Writes (or, where they are there already, reads) the shards one by one, and yields their examples.
 
-  Shard i depends on the prompts, the settings and i alone, so an interrupted run goes on where it stopped. Prompts of
-  more than `max_prompt` tokens are passed over.
+  Shard i depends on the prompts, the settings and i alone, so an interrupted run goes on where it stopped.
+
+  Raises:
+    ValueError: there are too few prompts.
   """
   encoded = (target.tokenizer.encode_prompt(prompt) for prompt in prompts)
-  short = (ids for ids in encoded if len(ids) <= max_prompt)
-  for number in range(num_shards):
-    chosen = [ids for _, ids in zip(range(batch), short, strict=False)]
-    if len(chosen) < batch:
-      raise ValueError(f'The prompts suffice for {number} shards of {batch}; {num_shards} were asked for.')
+  short = (ids for ids in encoded if len(ids) <= data.max_prompt)
+  for number in range(data.num_shards):
+    chosen = list(itertools.islice(short, data.batch))
+    if len(chosen) < data.batch:
+      raise ValueError(
+        f'The prompts of at most {data.max_prompt} tokens suffice for {number} shards of {data.batch}, and '
+        f'{data.num_shards} were asked for. Add prompts or ask for fewer.'
+      )
     path = folder / f'shard_{number:04d}.safetensors'
     if not path.exists():
-      temperature = temperatures[number % len(temperatures)]
-      settings = {'max_new_tokens': max_new_tokens, 'max_prompt': max_prompt}
-      write_shard(path, answer(target, chosen, temperature=temperature, seed=number, **settings))
+      temperature = data.temperatures[number % len(data.temperatures)]
+      write_shard(path, answer(target, chosen, data, temperature=temperature, seed=number))
     yield read_shard(path)

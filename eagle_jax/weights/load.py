@@ -6,12 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from eagle_jax.sharding import param_sharding
 from eagle_jax.weights.naming import Table
 
 
 def assemble(
-  tensors: Iterable[tuple[str, np.ndarray]], table: Table, dtype: Any, *, source: str = 'weights'
+  tensors: Iterable[tuple[str, np.ndarray]],
+  table: Table,
+  dtype: Any,
+  *,
+  mesh: Mesh | None = None,
+  source: str = 'weights',
 ) -> dict[str, Any]:
   """Builds the parameter tree from named tensors, taking them one at a time.
 
@@ -19,6 +26,7 @@ def assemble(
     tensors: (name, array) pairs, such as `dict.items()`; any float dtype, bfloat16 included.
     table: what the file must hold, and where it goes.
     dtype: of the resulting arrays.
+    mesh: takes each array in its own shards, see `sharding.param_sharding`; None means the default device.
     source: what to call the file in an error.
 
   Returns:
@@ -41,7 +49,10 @@ def assemble(
       with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
         value = entry.to_ours(array).astype(dtype)
       if np.isfinite(value).all():
-        _insert(params, entry.path, jnp.array(value))
+        leaf = (
+          jnp.array(value) if mesh is None else jax.device_put(value, param_sharding(entry.path, value.shape, mesh))
+        )
+        _insert(params, entry.path, leaf)
       else:
         fault = f'{name}: holds NaN or infinite values as {dtype.name}'
     if fault is not None:

@@ -1,0 +1,27 @@
+"""How a launcher starts, and how an error reaches its user."""
+
+import logging
+import sys
+
+import jax
+from absl import app
+
+from eagle_jax.weights.fetch import cache_folder
+
+
+def run(main):
+  """absl's `app.run`, with a compile cache that lasts, and bad input as one line and exit code 2."""
+
+  def checked(argv):
+    log = logging.getLogger('eagle_jax')  # says when something is compiled
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(logging.StreamHandler(sys.stderr))
+    jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
+    try:
+      main(argv)
+    except ValueError as error:
+      print(f'error: {error}', file=sys.stderr)
+      sys.exit(2)
+
+  app.run(checked)

@@ -1,0 +1,50 @@
+"""Writes text with a target and its drafter, then one line of statistics.
+
+python launch/generate.py --prompt "Explain why the sky is blue."
+"""
+
+import json
+import sys
+
+import common
+import entry
+from absl import flags
+
+from eagle_jax import decode
+from eagle_jax.text import read_prompts
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string('prompt', None, 'The prompt.')
+flags.DEFINE_string('batch_file', None, 'One prompt a line, or JSON Lines with `prompt`; decoded as one batch.')
+flags.DEFINE_bool('stream', True, 'Show the text as it comes (a single --prompt, without --json).')
+flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, one object a prompt.')
+
+
+def requested_prompts():
+  if (FLAGS.prompt is None) == (FLAGS.batch_file is None):
+    raise ValueError('Give either --prompt or --batch_file.')
+  return [FLAGS.prompt] if FLAGS.batch_file is None else list(read_prompts(FLAGS.batch_file))
+
+
+def main(_):
+  prompts = requested_prompts()
+  options = common.options()
+  target, drafter = common.models()
+  if FLAGS.stream and not FLAGS.json and FLAGS.prompt is not None:
+    out = decode.stream(target, drafter, prompts[0], **options)
+    for chunk in out:
+      print(chunk.text, end='', flush=True)
+    print()
+  else:
+    out = decode.generate(target, drafter, prompts, **options)
+    for text, tokens in zip(out.text or [''] * len(prompts), out.tokens, strict=True):
+      print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text or tokens}\n')
+  line = (
+    '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
+    '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'
+  )
+  print(line.format(**out.stats), file=sys.stderr)
+
+
+if __name__ == '__main__':
+  entry.run(main)

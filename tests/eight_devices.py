@@ -1,0 +1,89 @@
+"""What `test_sharding` runs in a process of its own: a tiny pair decodes on meshes of eight forced CPU devices.
+
+Prints one JSON object: what every case gave, and where the loaded parameters lie.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+
+import jax
+import numpy as np
+
+from eagle_jax import decode, hub
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.sharding import make_mesh, mesh_of
+from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.weights import naming
+from eagle_jax.weights.load import flatten
+from eagle_jax.weights.safetensors import write_safetensors
+
+SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 8, 'num_kv_heads': 4, 'head_dim': 8, 'ffn_width': 48}
+TARGET = TargetConfig(**SIZES, num_layers=2, max_context=128)
+DRAFTER = DrafterConfig(**SIZES)
+MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x model: (devices, num_model)
+POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8)}
+SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top_k': 12, 'seed': 5}}
+BATCHES = (8, 1)
+
+
+def write_pair(folder: Path) -> tuple[Path, Path]:
+  """A random target and drafter, as folders that the hub loads."""
+  target = TransformerTarget(TARGET).init_params(jax.random.key(0))
+  target['embed'] = jax.tree.map(lambda x: 50 * x, target['embed'])  # a text that depends on all of its tokens
+  content = {
+    'model_type': 'llama',
+    'vocab_size': TARGET.vocab_size,
+    'hidden_size': TARGET.width,
+    'intermediate_size': TARGET.ffn_width,
+    'num_attention_heads': TARGET.num_heads,
+    'head_dim': TARGET.head_dim,
+    'num_key_value_heads': TARGET.num_kv_heads,
+    'num_hidden_layers': TARGET.num_layers,
+    'max_position_embeddings': TARGET.max_context,
+    'rms_norm_eps': TARGET.norm_eps,
+  }
+  (folder / 'target').mkdir()
+  (folder / 'target' / 'config.json').write_text(json.dumps(content))
+  write_safetensors(folder / 'target' / 'model.safetensors', flatten(target, naming.hf_table(TARGET)))
+  hub.save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(1))), folder / 'drafter')
+  return folder / 'target', folder / 'drafter'
+
+
+def main() -> None:
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
+  cases, places, streams = {}, {}, {}
+  with tempfile.TemporaryDirectory() as folder:
+    target_folder, drafter_folder = write_pair(Path(folder))
+    for mesh_name, sizes in MESHES.items():
+      mesh = sizes and make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
+      target = hub.load_target(target_folder, mesh=mesh)
+      drafter = hub.load_drafter(drafter_folder, target)
+      assert mesh_of(target.params) == mesh_of(drafter.params) == mesh
+      leaves = jax.tree_util.tree_leaves_with_path({'target': target.params, 'drafter': drafter.params})
+      places[mesh_name] = {
+        '/'.join(str(key.key) for key in path): [leaf.shape, leaf.sharding.shard_shape(leaf.shape)]
+        for path, leaf in leaves
+      }
+      for policy_name, policy in POLICIES.items():
+        for batch in BATCHES:
+          for sampling_name, sampling in SAMPLING.items():
+            request = {'max_new_tokens': 16, 'policy': policy, **sampling}
+            given = decode.generate(target, drafter, prompts[:batch], **request)
+            case = f'{policy_name} {batch} {sampling_name}'
+            cases.setdefault(case, {})[mesh_name] = [given.tokens, given.num_accepted]
+      chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES['chain'])
+      streams[mesh_name] = [token for chunk in chunks for token in chunk.tokens]
+  json.dump({'cases': cases, 'places': places, 'streams': streams}, sys.stdout)
+
+
+if __name__ == '__main__':
+  main()

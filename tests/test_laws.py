@@ -1,0 +1,311 @@
+"""The small pure functions against NumPy loops, on random trees with ties, NaN scores, unused nodes and twins."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle_jax import cache as kv_cache
+from eagle_jax import sampling
+from eagle_jax.draft.grow import Children, grow, rerank
+from eagle_jax.draft.policy import EAGLE1_PATHS, Chain, DynamicTree, StaticTree
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth
+from eagle_jax.verify import verify
+
+SEEDS = range(20)
+POLICIES = (
+  DynamicTree(), DynamicTree(3, 4, 3, 11), DynamicTree(1, 2, 4, 9), DynamicTree(4, 1, 3, 4), Chain(3), StaticTree(),
+  StaticTree([(0,), (1,), (1, 0)]), StaticTree([(3,), (1,), (3, 2), (1, 0), (1, 4), (1, 4, 1)]),
+)  # fmt: skip
+
+
+def random_tree(rng, num_nodes: int, max_depth: int, vocab_size: int = 3) -> DraftTree:
+  """Any parents, few tokens: twins and unused nodes are common."""
+  parent_T, depth_T = [NO_PARENT], [0]
+  for _ in range(1, num_nodes):
+    parent = rng.choice([i for i, d in enumerate(depth_T) if d < max_depth])
+    parent_T.append(parent)
+    depth_T.append(depth_T[parent] + 1)
+  token_T = rng.integers(NO_TOKEN, vocab_size, num_nodes)
+  return DraftTree(token_T.astype(np.int32), np.asarray(parent_T, np.int32), np.zeros(num_nodes, np.float32))
+
+
+# The tree and verification.
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_ancestor_mask_and_depth(seed):
+  tree = random_tree(np.random.default_rng(seed), 14, 4)
+  expected_TT = np.zeros((14, 14), bool)
+  for node in range(14):
+    ancestor = node
+    while ancestor != NO_PARENT:
+      expected_TT[node, ancestor] = True
+      ancestor = tree.parent[ancestor]
+  mask_TT = ancestor_mask(jnp.asarray(tree.parent), max_depth=4)
+  np.testing.assert_array_equal(mask_TT, expected_TT)
+  np.testing.assert_array_equal(depth(mask_TT), [row.sum() - 1 for row in expected_TT])
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_verify(seed):
+  rng = np.random.default_rng(seed)
+  tree = random_tree(rng, 12, 4)
+  choice_TP = rng.integers(0, 3, (12, 5)).astype(np.int32)  # by node and depth: both must be handed over right
+  path, token, node = [], [], 0
+  while node is not None and len(path) < 5:
+    path.append(node)
+    token.append(choice_TP[node, len(path) - 1])
+    same = [i for i in range(12) if tree.parent[i] == node and tree.token[i] == token[-1]]
+    node = same[0] if same else None
+  choices = jnp.asarray(choice_TP)
+  verdict = verify(jax.tree.map(jnp.asarray, tree), lambda node, depth: choices[node, depth], max_depth=4)
+  assert verdict.num_accepted == len(path) - 1
+  np.testing.assert_array_equal(verdict.path, path + [12] * (5 - len(path)))
+  np.testing.assert_array_equal(verdict.token, token + [NO_TOKEN] * (5 - len(token)))
+
+
+def test_verify_reaches_every_length():
+  """A chain 0-1-2-3 of tokens 5: the target agrees `n` times."""
+  tree = DraftTree(jnp.full(4, 5), jnp.asarray([NO_PARENT, 0, 1, 2]), jnp.zeros(4))
+  for n in range(4):
+    verdict = verify(tree, lambda node, depth, n=n: jnp.where(depth < n, 5, 6), max_depth=3)
+    assert verdict.num_accepted == n
+    assert verdict.token.tolist() == [5] * n + [6] + [NO_TOKEN] * (3 - n)
+
+
+# Growing and reranking.
+
+
+def random_children(rng, policy, *, nan: float) -> list[Children]:
+  """By level: coarse scores, so that ties abound; some NaN; children sorted as drafters give them."""
+  levels = []
+  for width, fanout in zip(policy.widths, policy.fanouts, strict=True):
+    log_p_WC = -np.sort(rng.integers(0, 4, (width, fanout)) / 4).astype(np.float32)
+    log_p_WC[rng.random((width, fanout)) < nan] = np.nan
+    levels.append(Children(rng.integers(0, 5, (width, fanout)).astype(np.int32), log_p_WC))
+  return levels
+
+
+def best(score, size: int) -> list[int]:
+  """The largest, ties toward the lower number."""
+  return sorted(range(len(score)), key=lambda i: (-score[i], i))[:size]
+
+
+def numpy_tree(policy, levels: list[Children], root: int):
+  """Tokens, parents and path scores of the tree that `grow` and `rerank` must give; template trees rank by template."""
+  nodes, frontier = [(root, NO_PARENT, np.float32(0), 0.0)], [0]  # token, parent, log_q, score
+  for level, children in enumerate(levels):
+    log_p_WC = np.where(np.isnan(children.log_p), np.float32(-np.inf), children.log_p)
+    log_q_WC = np.asarray([nodes[n][2] for n in frontier], np.float32)[:, None] + log_p_WC
+    score_WC = np.asarray(policy.score(level, log_q_WC))
+    first = len(nodes)
+    for slot, parent in enumerate(frontier):
+      for c in range(log_q_WC.shape[1]):
+        used = log_q_WC[slot, c] > -np.inf and score_WC[slot, c] > -np.inf
+        score = score_WC[slot, c] if used else -np.inf
+        token = children.token[slot, c] if log_q_WC[slot, c] > -np.inf else NO_TOKEN
+        nodes.append((token, parent, log_q_WC[slot, c], score))
+    width = policy.widths[level + 1] if level + 1 < policy.max_depth else 0
+    frontier = [first + i for i in best([node[3] for node in nodes[first:]], width)]
+  kept = sorted(best([node[3] for node in nodes], policy.num_nodes))
+  token = [nodes[n][0] for n in kept]
+  parent = [kept.index(nodes[n][1]) if n and nodes[n][0] != NO_TOKEN else 0 for n in kept]
+  return token, [NO_PARENT, *parent[1:]], [nodes[n][2] for n in kept]
+
+
+def library_tree(policy, levels: list[Children], root: int) -> DraftTree:
+  def step(carry, frontier, depth, fanout):
+    assert frontier.token.shape == (1, policy.widths[depth])
+    assert fanout == policy.fanouts[depth]
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], levels[depth]), carry
+
+  candidates, _ = grow(step, (), jnp.full(1, root, jnp.int32), policy)
+  return rerank(jax.tree.map(lambda x: x[0], candidates), num_nodes=policy.num_nodes)
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
+@pytest.mark.parametrize('nan', [0.0, 0.2, 0.8, 1.0])
+def test_grow_and_rerank(policy, nan):
+  for seed in range(3):
+    levels = random_children(np.random.default_rng(seed), policy, nan=nan)
+    tree = library_tree(policy, levels, root=9)
+    token_T, parent_T, log_q_T = numpy_tree(policy, levels, root=9)
+    np.testing.assert_array_equal(tree.token, token_T)
+    np.testing.assert_array_equal(tree.parent, parent_T)
+    np.testing.assert_array_equal(tree.log_q, log_q_T)
+    assert (np.asarray(tree.parent) < np.arange(policy.num_nodes)).all()
+    mask_TT = ancestor_mask(tree.parent, max_depth=policy.max_depth)
+    np.testing.assert_array_equal(mask_TT, ancestor_mask(tree.parent, max_depth=policy.num_nodes))
+    if nan == 1:
+      assert token_T == [9] + [NO_TOKEN] * (policy.num_nodes - 1)
+      assert verify(tree, lambda node, depth: jnp.int32(3), max_depth=policy.max_depth).num_accepted == 0
+
+
+@pytest.mark.parametrize('template', [EAGLE1_PATHS, *(p.paths for p in POLICIES[-2:])], ids=len)
+def test_a_static_tree_is_its_template(template):
+  """Tokens spell paths: child c of node x is 10 x + c + 1. Nodes with children come first, and yet all is in order."""
+  policy = StaticTree(template)
+
+  def step(carry, frontier, depth, fanout):
+    token_BWC = 10 * frontier.token[..., None] + 1 + jnp.arange(fanout).reshape(1, 1, -1)
+    return Children(token_BWC, jnp.full(token_BWC.shape, -1.0)), carry
+
+  candidates, _ = grow(step, (), jnp.zeros(1, jnp.int32), policy)
+  tree = rerank(jax.tree.map(lambda x: x[0], candidates), num_nodes=policy.num_nodes)
+  spelt = [int('0' + ''.join(str(rank + 1) for rank in path)) for path in template]
+  assert sorted(tree.token.tolist()) == sorted([0, *spelt])
+  assert tree.token[tree.parent[1:]].tolist() == (tree.token[1:] // 10).tolist()
+
+
+# Policies.
+
+
+def test_eagle1_tree():
+  leaves = [path for path in EAGLE1_PATHS if not any(other[:-1] == path for other in EAGLE1_PATHS)]
+  policy = StaticTree()
+  assert (len(EAGLE1_PATHS), len(leaves), policy.max_depth, policy.num_nodes) == (25, 15, 5, 26)
+  assert [sum(len(path) == d for path in EAGLE1_PATHS) for d in range(1, 6)] == [4, 8, 8, 3, 2]
+  assert policy.widths == (1, 4, 4, 3, 1)
+  assert policy.fanouts == (4, 3, 3, 3, 2)
+
+
+@pytest.mark.parametrize(
+  ('policy', 'widths', 'fanouts', 'num_nodes'),
+  [
+    (DynamicTree(), (1, 10, 10, 10, 10, 10), (10,) * 6, 60),
+    (DynamicTree(10, 3, 4, 20), (1, 3, 9, 10), (3,) * 4, 20),
+    (DynamicTree(2, 4, 1, 5), (1,), (4,), 5),
+    (Chain(), (1, 1, 1, 1), (1, 1, 1, 1), 5),
+    (StaticTree([(0,), (1,), (1, 0)]), (1, 1), (2, 1), 4),
+  ],
+  ids=lambda x: x.describe() if hasattr(x, 'describe') else '',
+)
+def test_policy_sizes(policy, widths, fanouts, num_nodes):
+  assert (policy.widths, policy.fanouts, policy.num_nodes) == (widths, fanouts, num_nodes)
+  assert len(widths) == policy.max_depth
+
+
+def test_policies_describe_themselves():
+  assert DynamicTree().describe() == 'dynamic(width=10, fanout=10, max_depth=6, num_nodes=60)'
+  assert Chain().describe() == 'chain(max_depth=4)'
+  assert StaticTree([[0], [0, 0]]) == StaticTree(((0,), (0, 0)))
+  assert hash(StaticTree()) == hash(StaticTree())
+
+
+@pytest.mark.parametrize(
+  ('make', 'words'),
+  [
+    (lambda: DynamicTree(width=0), 'at least 1.*width'),
+    (lambda: DynamicTree(fanout=-1), 'at least 1.*fanout'),
+    (lambda: DynamicTree(max_depth=0), 'at least 1.*max_depth'),
+    (lambda: DynamicTree(num_nodes=0), 'at least 1.*num_nodes'),
+    (lambda: DynamicTree(2, 2, 2, 8), '8 nodes.*only 7'),
+    (lambda: Chain(0), 'at least 1.*max_depth'),
+    (lambda: StaticTree([]), '0 paths'),
+    (lambda: StaticTree([()]), 'root is implied'),
+    (lambda: StaticTree([(0,), (0,)]), 'distinct'),
+    (lambda: StaticTree([(0,), (1, 0)]), r'without their parent: \[\(1, 0\)\]'),
+    (lambda: StaticTree([(-1,)]), 'ranks >= 0'),
+  ],
+)
+def test_bad_policies(make, words):
+  with pytest.raises(ValueError, match=words):
+    make()
+
+
+def test_the_largest_tree_is_allowed():
+  assert DynamicTree(2, 2, 2, 7).num_nodes == 7
+
+
+# The cache.
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_visible(seed):
+  rng = np.random.default_rng(seed)
+  B, T, M, S = 3, 4, rng.integers(4, 7), 16
+  length_B, mask_BTM = rng.integers(0, S - M + 1, B).astype(np.int32), rng.random((B, T, M)) < 0.5
+  expected_BTS = np.zeros((B, T, S), bool)
+  for b, t, s in np.ndindex(B, T, S):
+    new = s - length_B[b]
+    expected_BTS[b, t, s] = new < 0 or (new < M and mask_BTM[b, t, new])
+  visible_BTS = kv_cache.visible(jnp.asarray(length_B), jnp.asarray(mask_BTM), num_slots=S)
+  np.testing.assert_array_equal(visible_BTS, expected_BTS)
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_write_and_commit(seed):
+  rng = np.random.default_rng(seed)
+  B, G, T, P, S, K = 3, 2, 7, 4, 24, 5
+  cache = kv_cache.init(num_layers=2, batch=B, num_kv_heads=G, num_slots=S, head_dim=K, dtype=jnp.float32)
+  length_B = rng.integers(0, S - T - P, B).astype(np.int32)
+  old, new = (rng.standard_normal((4, B, G, n, K)).astype(np.float32) for n in (S, T))
+  written = [kv_cache.write(jnp.asarray(x), jnp.asarray(y), jnp.asarray(length_B)) for x, y in zip(old, new, strict=True)]
+  path_BP, count_B = np.full((B, P), T, np.int32), rng.integers(0, P + 1, B).astype(np.int32)
+  for b in range(B):
+    path_BP[b, : max(count_B[b], 1)] = [0, *np.sort(1 + rng.choice(T - 1, max(count_B[b], 1) - 1, replace=False))]
+  cache = cache._replace(keys=tuple(written[:2]), values=tuple(written[2:]), length=jnp.asarray(length_B))
+  cache = kv_cache.commit(cache, jnp.asarray(path_BP), jnp.asarray(count_B))
+  np.testing.assert_array_equal(cache.length, length_B + count_B)
+  for before, row, after in zip(old, new, (*cache.keys, *cache.values), strict=True):
+    for b, (length, count) in enumerate(zip(length_B, count_B, strict=True)):
+      np.testing.assert_array_equal(after[b, :, :length], before[b, :, :length])
+      np.testing.assert_array_equal(after[b, :, length : length + count], row[b][:, path_BP[b, :count]])
+
+
+# Sampling.
+
+
+def numpy_keep(logits_V, temperature, top_k, top_p):
+  """By sorting: the k-th largest, then the first cumulative probability that reaches p; equals of the last are kept."""
+  logits_V = logits_V.astype(np.float64)
+  ranked_V = np.sort(logits_V)[::-1]
+  keep_V = logits_V >= (ranked_V[min(top_k, len(ranked_V)) - 1] if top_k else -np.inf)
+  if top_p < 1:
+    ranked_V = np.sort(logits_V[keep_V])[::-1]
+    p_V = np.exp((ranked_V - ranked_V[0]) / temperature)
+    reached = np.argmax(np.cumsum(p_V / p_V.sum()) >= top_p)
+    keep_V &= logits_V >= ranked_V[reached]
+  return keep_V
+
+
+@pytest.mark.parametrize('top_k', [0, 1, 2, 7, 40, 100])
+@pytest.mark.parametrize('top_p', [1e-6, 0.1, 0.53, 0.9, 0.999, 1.0])
+def test_keep(top_k, top_p):
+  keep = jax.jit(sampling.keep)
+  for seed in range(5):
+    rng = np.random.default_rng(seed)
+    logits_V = rng.standard_normal(40).astype(np.float32) * 3
+    if seed % 2:
+      logits_V = np.round(logits_V) + np.float32(0.5)  # ties
+    for temperature in (0.3, 1.0, 2.0):
+      how = sampling.Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p)
+      np.testing.assert_array_equal(keep(logits_V, how), numpy_keep(logits_V, temperature, top_k, top_p))
+
+
+def test_order_is_that_of_the_floats():
+  x_V = jnp.asarray([-jnp.inf, -1e30, -2.0, -1e-30, 1e-30, 0.5, 3.0, jnp.inf], jnp.float32)
+  assert (jnp.diff(sampling._order(x_V).astype(jnp.float32)) > 0).all()
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_threshold(seed):
+  rng = np.random.default_rng(seed)
+  order_V = rng.integers(0, 2**32, 30, dtype=np.uint32)
+  order_V[:10] = order_V[10:20]
+  weight_V, need = rng.integers(0, 9, 30).astype(np.float32), np.float32(rng.integers(1, 60))
+  enough = [t for t in order_V if weight_V[order_V >= t].sum() >= need]
+  assert sampling._threshold(order_V, weight_V, need) == max(enough, default=0)
+
+
+def test_choose_is_gumbel_max_of_what_is_kept():
+  rng = np.random.default_rng(0)
+  logits_V = rng.standard_normal(30).astype(np.float32)
+  for temperature, top_k, top_p in [(0.0, 3, 0.5), (1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 0, 0.6), (2.0, 9, 0.8)]:
+    how = sampling.Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=7)
+    for position in range(10):
+      noise_V = np.asarray(sampling.position_noise(7, 3, position, vocab_size=30))
+      keep_V = numpy_keep(logits_V, temperature, top_k, top_p) if temperature else np.ones(30, bool)
+      expected = np.argmax(np.where(keep_V, logits_V + np.float32(temperature) * noise_V, -np.inf))
+      assert sampling.choose(logits_V, how, jnp.int32(3), jnp.int32(position)) == expected

@@ -1,0 +1,268 @@
+"""Speculative decoding equals plain decoding, token for token, on a target that notices every wrong bit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+from eagle_jax import cache as kv_cache
+from eagle_jax import loop
+from eagle_jax.draft.policy import Chain, DynamicTree, Plain, StaticTree
+from eagle_jax.sampling import Sampling, choose
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree
+from eagle_jax.verify import verify
+
+VOCAB = 13
+PROMPTS = ((7,), (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11), (3, 3, 3, 3, 12))
+ROW_IDS = (5, 0, 901, 5)
+NUM_NEW = 96
+GREEDY, SAMPLED, FILTERED = {}, {'temperature': 1.0, 'seed': 1}, {'temperature': 0.7, 'top_k': 5, 'top_p': 0.8}
+SAMPLINGS = (GREEDY, SAMPLED, FILTERED)
+
+
+def random_template(seed: int, num_nodes: int, max_depth: int) -> StaticTree:
+  """A static tree of random shape, its paths in random order."""
+  rng = np.random.default_rng(seed)
+  paths = [()]
+  while len(paths) < num_nodes:
+    parent = paths[rng.integers(len(paths))]
+    child = (*parent, min(int(rng.geometric(0.6)) - 1, 3))
+    if len(child) <= max_depth and child not in paths:
+      paths.append(child)
+  return StaticTree([paths[i] for i in 1 + rng.permutation(num_nodes - 1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTrees(oracle.OracleDrafter):
+  """Another random tree for every row and step: unused nodes, twins and any shape that a policy never grows."""
+
+  def propose(self, params, state, root_B, policy):
+    return jax.vmap(functools.partial(self._row, params.sampling, policy))(state, root_B, params.row_id), state
+
+  def _row(self, sampling, policy, state, root, row_id):
+    T = policy.num_nodes
+    zero_T = jnp.zeros(T, jnp.int32)
+
+    def add(tree, node):
+      token_T, parent_T, depth_T, hash_T = tree
+      dice_3 = jax.random.bits(jax.random.fold_in(jax.random.key(0), state.hash + node.astype(jnp.uint32)), (3,))
+      parent = (dice_3[0] % node.astype(jnp.uint32)).astype(jnp.int32)
+      parent = jnp.where(depth_T[parent] < policy.max_depth, parent, 0)
+      position = state.position + depth_T[parent] + 1
+      logits_V = oracle.hash_logits(hash_T[parent][None], vocab_size=self.vocab_size)[:, 0]
+      other = (dice_3[1] % jnp.uint32(self.vocab_size)).astype(jnp.int32) - 1  # NO_TOKEN among them
+      token = jnp.where(dice_3[2] < jnp.uint32(0.8 * 2**32), choose(logits_V, sampling, row_id, position), other)
+      values = token, parent, depth_T[parent] + 1, hash_T[parent] + oracle.ingredient(token, position)
+      return tuple(x_T.at[node].set(x) for x_T, x in zip(tree, values, strict=True)), None
+
+    start = zero_T.at[0].set(root), zero_T.at[0].set(NO_PARENT), zero_T, zero_T.astype(jnp.uint32).at[0].set(state.hash)
+    (token_T, parent_T, _, _), _ = jax.lax.scan(add, start, jnp.arange(1, T))
+    return DraftTree(token_T, parent_T, jnp.zeros(T, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(oracle.OracleDrafter):
+  """Planted fault: misses the last token of every absorbed path that is longer than one."""
+
+  def absorb(self, params, state, token_BP, taps, count_B):
+    is_path_B = (state.position > 0) & (count_B > 1)
+    right, wrong = (super(Forgetful, self).absorb(params, state, token_BP, taps, c) for c in (count_B, count_B - 1))
+    return jax.tree.map(lambda r, w: jnp.where(is_path_B, w, r), right._replace(position=right.position), wrong)
+
+
+POLICIES = (
+  Chain(1),
+  Chain(4),
+  StaticTree(),
+  StaticTree([(0,), (1,), (1, 0)]),
+  random_template(2, 12, 4),
+  DynamicTree(),
+  DynamicTree(3, 3, 3, 8),
+  DynamicTree(2, 4, 5, 11),
+)
+SMALL = DynamicTree(3, 3, 3, 8)
+
+
+def run(
+  policy, *, drafter=None, prompts=PROMPTS, row_ids=ROW_IDS, max_new_tokens=NUM_NEW, eos_ids=(),
+  decode_loop=loop.decode_loop, **sampling,
+):  # fmt: skip
+  """Tokens and num_accepted, a list a row."""
+  tokens_BL = np.zeros((len(prompts), 8), np.int32)
+  for row_L, prompt in zip(tokens_BL, prompts, strict=True):
+    row_L[: len(prompt)] = prompt
+  length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
+  eos_ids = (*eos_ids, NO_TOKEN, NO_TOKEN)[:2]  # always two slots: one program for all
+  params, spec = oracle.build(policy, row_ids, vocab_size=VOCAB, drafter=drafter, **sampling)
+  tokens_BN, length_B, num_accepted_BN = map(
+    np.asarray,
+    oracle.decode(
+      params, spec, tokens_BL, length_B, loop=decode_loop, max_new_tokens=max_new_tokens,
+      sampling=Sampling.of(**sampling), row_ids=row_ids, eos_ids=eos_ids,
+    ),
+  )  # fmt: skip
+  assert all((row[length:] == NO_TOKEN).all() for row, length in zip(tokens_BN, length_B, strict=True))
+  tokens = [row[:length].tolist() for row, length in zip(tokens_BN, length_B, strict=True)]
+  return tokens, [row[row >= 0].tolist() for row in num_accepted_BN]
+
+
+@functools.cache
+def plain_text(sampling: tuple) -> list[list[int]]:
+  tokens, num_accepted = run(Plain(), **dict(sampling))
+  assert num_accepted == [[0] * (NUM_NEW - 1)] * len(PROMPTS)
+  return tokens
+
+
+def plain(sampling: dict) -> list[list[int]]:
+  return plain_text(tuple(sampling.items()))
+
+
+def check_counts(tokens, num_accepted):
+  """Every pass emits its drafted tokens and a bonus, which only the last pass may lack; prefill's token is in neither."""
+  for row, counts in zip(tokens, num_accepted, strict=True):
+    missing_bonus = sum(counts) + len(counts) - (len(row) - 1)
+    assert missing_bonus in (0, 1)
+    assert missing_bonus == 0 or counts[-1] > 0
+
+
+def until(row: list[int], eos_ids) -> list[int]:
+  return row[: 1 + next((i for i, token in enumerate(row) if token in eos_ids), len(row))]
+
+
+def test_the_oracle_text_is_worth_comparing():
+  texts = [plain(sampling) for sampling in SAMPLINGS]
+  assert all(len(set(row)) > VOCAB // 2 for text in texts for row in text)
+  assert len({tuple(row) for text in texts for row in text}) == len(SAMPLINGS) * len(PROMPTS)
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda p: f'{p.describe()}-{hash(p) % 97}')
+def test_speculative_is_plain(policy):
+  seen = set()
+  for sampling in SAMPLINGS:
+    tokens, num_accepted = run(policy, **sampling)
+    assert tokens == plain(sampling)
+    check_counts(tokens, num_accepted)
+    seen |= {count for row in num_accepted for count in row}
+  assert seen == set(range(policy.max_depth + 1))
+
+
+def test_random_trees_are_plain():
+  seen = set()
+  for sampling in SAMPLINGS:
+    tokens, num_accepted = run(DynamicTree(4, 4, 4, 12), drafter=RandomTrees(VOCAB), **sampling)
+    assert tokens == plain(sampling)
+    check_counts(tokens, num_accepted)
+    seen |= {count for row in num_accepted for count in row}
+  assert seen == set(range(5))
+
+
+@pytest.mark.parametrize('sampling', [GREEDY, SAMPLED], ids=['greedy', 'sampled'])
+@pytest.mark.parametrize('policy', [Chain(4), DynamicTree()], ids=lambda p: p.describe())
+def test_eos_ends_a_row_wherever_it_comes(policy, sampling):
+  num_drafted_eos = 0
+  for eos_ids in [(token,) for token in range(VOCAB)] + [(1, 2), (12, 0)]:
+    tokens, num_accepted = run(policy, eos_ids=eos_ids, **sampling)
+    assert tokens == [until(row, eos_ids) for row in plain(sampling)]
+    check_counts(tokens, num_accepted)
+    num_drafted_eos += sum(len(row) - 1 < sum(n) + len(n) for row, n in zip(tokens, num_accepted, strict=True))
+  assert num_drafted_eos > 5  # an EOS inside an accepted path
+
+
+@pytest.mark.parametrize('policy', [Chain(4), DynamicTree()], ids=lambda p: p.describe())
+def test_max_new_tokens_cuts_inside_a_path(policy):
+  num_cut = 0
+  for max_new_tokens in range(NUM_NEW - 8, NUM_NEW):
+    tokens, num_accepted = run(policy, max_new_tokens=max_new_tokens, **SAMPLED)
+    assert tokens == [row[:max_new_tokens] for row in plain(SAMPLED)]
+    check_counts(tokens, num_accepted)
+    num_cut += sum(len(row) - 1 < sum(n) + len(n) for row, n in zip(tokens, num_accepted, strict=True))
+  assert num_cut > 5
+
+
+def test_few_new_tokens():
+  for max_new_tokens in range(1, 9):
+    tokens, num_accepted = run(SMALL, max_new_tokens=max_new_tokens, **SAMPLED)
+    assert tokens == [row[:max_new_tokens] for row in plain(SAMPLED)]
+    check_counts(tokens, num_accepted)
+    if max_new_tokens == 1:
+      assert num_accepted == [[]] * len(PROMPTS)
+
+
+def test_a_row_does_not_know_its_batch():
+  for sampling in (GREEDY, FILTERED):
+    tokens, num_accepted = run(SMALL, **sampling)
+    for row, prompt in enumerate(PROMPTS):
+      alone = run(SMALL, prompts=(prompt,), row_ids=(ROW_IDS[row],), **sampling)
+      assert alone == ([tokens[row]], [num_accepted[row]])
+
+
+def test_seed_and_row_id_key_the_text():
+  tokens, _ = run(SMALL, **SAMPLED)
+  assert run(SMALL, temperature=1.0, seed=2)[0] != tokens
+  other, _ = run(SMALL, row_ids=(5, 0, 901, 6), **SAMPLED)
+  assert other[:3] == tokens[:3]
+  assert other[3] != tokens[3]
+
+
+def test_a_drafter_that_forgets_costs_speed_and_no_text():
+  _, num_accepted = run(SMALL, **SAMPLED)
+  tokens, num_accepted_forgetful = run(SMALL, drafter=Forgetful(VOCAB), **SAMPLED)
+  assert tokens == plain(SAMPLED)
+  assert sum(map(sum, num_accepted_forgetful)) < 0.7 * sum(map(sum, num_accepted))
+
+
+# Planted faults: the oracle must notice each.
+
+
+def no_compaction(cache, path_BP, count_B):
+  return cache._replace(length=cache.length + count_B)
+
+
+def late_position(mask_TT):
+  return right_depth(mask_TT).at[1].add(1)
+
+
+def one_wrong_bit(parent_T, *, max_depth):
+  return right_mask(parent_T, max_depth=max_depth).at[2, 1].set(True)
+
+
+def noise_of_the(key):
+  """`loop.verify_rows` whose noise belongs to something else than the position."""
+
+  def verify_rows(tree, logits_VBT, state, *, max_depth):
+    def verify_row(tree, logits_VT, row_id, length, num_passes):
+      def choose_after(node, node_depth):
+        return choose(logits_VT[:, node], state.sampling, row_id, key(length, node, node_depth, num_passes))
+
+      return verify(tree, choose_after, max_depth=max_depth)
+
+    rows = tree, logits_VBT, state.row_id, state.cache.length, state.num_passes
+    return jax.vmap(verify_row, in_axes=(0, 1, 0, 0, 0))(*rows)
+
+  return verify_rows
+
+
+right_depth, right_mask = loop.depth, loop.ancestor_mask
+FAULTS = {
+  'none': (loop, 'verify_rows', noise_of_the(lambda length, node, depth, step: length + depth + 1)),
+  'accepted rows stay where they were': (kv_cache, 'commit', no_compaction),
+  'one position late': (loop, 'depth', late_position),
+  'one wrong mask bit': (loop, 'ancestor_mask', one_wrong_bit),
+  'noise by node': (loop, 'verify_rows', noise_of_the(lambda length, node, depth, step: length + node + 1)),
+  'noise by step': (loop, 'verify_rows', noise_of_the(lambda length, node, depth, step: step)),
+}
+
+
+@pytest.mark.parametrize('fault', FAULTS)
+def test_planted_faults_change_the_text(fault, monkeypatch):
+  monkeypatch.setattr(*FAULTS[fault])
+
+  def freshly_traced(params, state, *, spec):
+    step = functools.partial(loop.decode_step.__wrapped__, params, spec=spec)
+    return jax.lax.while_loop(lambda state: ~state.is_done.all(), step, state)
+
+  assert (run(SMALL, decode_loop=freshly_traced, **SAMPLED)[0] == plain(SAMPLED)) == (fault == 'none')

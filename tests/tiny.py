@@ -1,0 +1,21 @@
+"""Random networks so small that compiling them takes a second; the target's text is far from constant."""
+
+import jax
+
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.target.transformer import Target, TransformerTarget
+
+TARGET = TargetConfig(
+  vocab_size=97, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64, max_context=512
+)
+DRAFTER = DrafterConfig(vocab_size=97, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=48)
+
+
+def target(config: TargetConfig = TARGET, *, seed: int = 0, tokenizer=None) -> Target:
+  return Target(config, TransformerTarget(config).init_params(jax.random.key(seed)), tokenizer)
+
+
+def drafter(config: DrafterConfig = DRAFTER, *, seed: int = 1) -> Drafter:
+  return Drafter(config, Eagle(config).init_params(jax.random.key(seed)))
