@@ -84,7 +84,7 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   batch, num_prompt = tokens_BL.shape
   num_new = bucket(max_new_tokens)
   row_id_B = np.arange(batch, dtype=np.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32)
-  limits = Limits(np.int32(max_new_tokens), np.asarray([*eos_ids] or [NO_TOKEN], np.int32))
+  limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
   static = {'spec': spec, 'num_slots': bucket(num_prompt + num_new + spec.num_scratch), 'num_new': num_new}
   return (params, tokens_BL, length_B, row_id_B, sampling, limits), static
 

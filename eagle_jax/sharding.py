@@ -17,7 +17,7 @@ RULES = {
 }  # fmt: skip
 
 # The last two names of a parameter's path -> its logical axes; weights are [out, in]. All others are replicated.
-PARAM_AXES = {
+PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('embed', 'weight'): ('vocab', 'width'),
   ('head', 'weight'): ('vocab', 'width'),
   ('q', 'weight'): ('heads', 'width'),

@@ -68,5 +68,5 @@ class DecodeState(NamedTuple):
   def constrained(self) -> 'DecodeState':
     """The same, every row on its mesh axis: what a step returns lies as what it took, so one program runs them all."""
     by_row = ('root', 'tokens', 'num_tokens', 'num_accepted', 'num_passes', 'is_done', 'row_id')
-    rows = {name: constrain_rows(getattr(self, name)) for name in by_row}
+    rows: dict[str, Any] = {name: constrain_rows(getattr(self, name)) for name in by_row}
     return self._replace(cache=self.cache._replace(length=constrain_rows(self.cache.length)), **rows)

@@ -26,14 +26,14 @@ flags.DEFINE_string('out', None, 'Run folder: shards of answers, and the drafter
 flags.DEFINE_integer('report_every', 100, 'Steps between two reports; the drafter so far is saved at each.')
 
 
-def main(argv):
+def main(_):
   config, out = runpy.run_path(FLAGS.config), Path(FLAGS.out)
   target = eagle_jax.load_target(config['TARGET'])
   shards = generate_shards(target, read_prompts(FLAGS.prompts), out / 'shards', config['DATA'])
   *shards, held_out = tqdm(shards, total=config['DATA'].num_shards, desc='shards of answers')
   examples = [example for shard in shards for example in shard]
   provenance = {
-    'command': 'launch/train.py ' + ' '.join(argv[1:]),
+    'command': 'launch/train.py ' + ' '.join(sys.argv[1:]),
     'target': config['TARGET'],
     'prompts_sha256': hashlib.sha256(Path(FLAGS.prompts).read_bytes()).hexdigest(),
     'data': repr(config['DATA']),

@@ -26,7 +26,7 @@ from eagle_jax.weights.load import flatten
 from eagle_jax.weights.safetensors import write_safetensors
 
 SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 8, 'num_kv_heads': 4, 'head_dim': 8, 'ffn_width': 48}
-TARGET = TargetConfig(**SIZES, num_layers=2, max_context=128)
+TARGET = TargetConfig(**SIZES, num_layers=1, max_context=128)
 DRAFTER = DrafterConfig(**SIZES)
 MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x model: (devices, num_model)
 POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8)}

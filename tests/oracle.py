@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache
@@ -169,3 +170,16 @@ def _program(loop, *, spec: Spec, **static):
     return result(loop(params, run_prefill(params, *arguments, spec=spec, **static), spec=spec))
 
   return jax.jit(run, compiler_options={'xla_backend_optimization_level': 0})
+
+
+def numpy_keep(logits_V, temperature, top_k, top_p):
+  """By sorting: the k-th largest, then the first cumulative probability that reaches p; equals of the last are kept."""
+  logits_V = logits_V.astype(np.float64)
+  ranked_V = np.sort(logits_V)[::-1]
+  keep_V = logits_V >= (ranked_V[min(top_k, len(ranked_V)) - 1] if top_k else -np.inf)
+  if top_p < 1:
+    ranked_V = np.sort(logits_V[keep_V])[::-1]
+    p_V = np.exp((ranked_V - ranked_V[0]) / temperature)
+    reached = np.argmax(np.cumsum(p_V / p_V.sum()) >= top_p)
+    keep_V &= logits_V >= ranked_V[reached]
+  return keep_V

@@ -1,5 +1,7 @@
 """The small pure functions against NumPy loops, on random trees with ties, NaN scores, unused nodes and twins."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from eagle_jax.draft.grow import Children, grow, rerank
 from eagle_jax.draft.policy import EAGLE1_PATHS, Chain, DynamicTree, StaticTree
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth
 from eagle_jax.verify import verify
+from oracle import numpy_keep
 
 SEEDS = range(20)
 POLICIES = (
@@ -114,11 +117,12 @@ def numpy_tree(policy, levels: list[Children], root: int):
   return token, [NO_PARENT, *parent[1:]], [nodes[n][2] for n in kept]
 
 
+@functools.partial(jax.jit, static_argnames=('policy', 'root'))
 def library_tree(policy, levels: list[Children], root: int) -> DraftTree:
   def step(carry, frontier, depth, fanout):
     assert frontier.token.shape == (1, policy.widths[depth])
     assert fanout == policy.fanouts[depth]
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], levels[depth]), carry
+    return jax.tree.map(lambda x: x[None], levels[depth]), carry
 
   candidates, _ = grow(step, (), jnp.full(1, root, jnp.int32), policy)
   return rerank(jax.tree.map(lambda x: x[0], candidates), num_nodes=policy.num_nodes)
@@ -166,7 +170,7 @@ def test_eagle1_tree():
   policy = StaticTree()
   assert (len(EAGLE1_PATHS), len(leaves), policy.max_depth, policy.num_nodes) == (25, 15, 5, 26)
   assert [sum(len(path) == d for path in EAGLE1_PATHS) for d in range(1, 6)] == [4, 8, 8, 3, 2]
-  assert policy.widths == (1, 4, 4, 3, 1)
+  assert policy.widths == (1, 4, 4, 1, 1)
   assert policy.fanouts == (4, 3, 3, 3, 2)
 
 
@@ -257,19 +261,6 @@ def test_write_and_commit(seed):
 # Sampling.
 
 
-def numpy_keep(logits_V, temperature, top_k, top_p):
-  """By sorting: the k-th largest, then the first cumulative probability that reaches p; equals of the last are kept."""
-  logits_V = logits_V.astype(np.float64)
-  ranked_V = np.sort(logits_V)[::-1]
-  keep_V = logits_V >= (ranked_V[min(top_k, len(ranked_V)) - 1] if top_k else -np.inf)
-  if top_p < 1:
-    ranked_V = np.sort(logits_V[keep_V])[::-1]
-    p_V = np.exp((ranked_V - ranked_V[0]) / temperature)
-    reached = np.argmax(np.cumsum(p_V / p_V.sum()) >= top_p)
-    keep_V &= logits_V >= ranked_V[reached]
-  return keep_V
-
-
 @pytest.mark.parametrize('top_k', [0, 1, 2, 7, 40, 100])
 @pytest.mark.parametrize('top_p', [1e-6, 0.1, 0.53, 0.9, 0.999, 1.0])
 def test_keep(top_k, top_p):
@@ -300,12 +291,12 @@ def test_threshold(seed):
 
 
 def test_choose_is_gumbel_max_of_what_is_kept():
-  rng = np.random.default_rng(0)
-  logits_V = rng.standard_normal(30).astype(np.float32)
+  logits_V, position_n = np.random.default_rng(0).standard_normal(30).astype(np.float32), np.arange(10)
+  choose = jax.jit(jax.vmap(sampling.choose, in_axes=(None, None, None, 0)))
+  noise = jax.jit(jax.vmap(lambda position: sampling.position_noise(7, 3, position, vocab_size=30)))
+  noise_nV = np.asarray(noise(position_n))
   for temperature, top_k, top_p in [(0.0, 3, 0.5), (1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 0, 0.6), (2.0, 9, 0.8)]:
     how = sampling.Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=7)
-    for position in range(10):
-      noise_V = np.asarray(sampling.position_noise(7, 3, position, vocab_size=30))
-      keep_V = numpy_keep(logits_V, temperature, top_k, top_p) if temperature else np.ones(30, bool)
-      expected = np.argmax(np.where(keep_V, logits_V + np.float32(temperature) * noise_V, -np.inf))
-      assert sampling.choose(logits_V, how, jnp.int32(3), jnp.int32(position)) == expected
+    keep_V = numpy_keep(logits_V, temperature, top_k, top_p) if temperature else np.ones(30, bool)
+    perturbed_nV = np.where(keep_V, logits_V + np.float32(temperature) * noise_nV, -np.inf)
+    np.testing.assert_array_equal(choose(logits_V, how, jnp.int32(3), position_n), perturbed_nV.argmax(axis=1))

@@ -117,7 +117,7 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed):
   params['ids'] = jnp.arange(CONFIG.vocab_size)
   reference, state = Reference(params64), eagle.init(2, NUM_SLOTS + 512)
   rng = np.random.default_rng(seed)
-  propose = jax.jit(functools.partial(eagle.propose, policy=policy))
+  absorb, propose = jax.jit(eagle.absorb), jax.jit(functools.partial(eagle.propose, policy=policy))
   num_padded = PROMPT_LEN + 2
   for count in (PROMPT_LEN, min(3, max_depth + 1)):
     # Row 0 is under test; row 1 is another text of another length, to see that rows stay apart.
@@ -125,7 +125,7 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed):
     token_BP = rng.integers(0, CONFIG.vocab_size, (2, num_padded)).astype(np.int32)
     count_B = jnp.asarray([count, count - 1])
     taps = Taps(jnp.asarray(feature_DBP, jnp.float32))
-    state = eagle.absorb(params, state, jnp.asarray(token_BP), taps, count_B)
+    state = absorb(params, state, jnp.asarray(token_BP), taps, count_B)
     root_B = jnp.take_along_axis(jnp.asarray(token_BP), count_B[:, None] - 1, axis=1)[:, 0]
     tree, state = propose(params, state, root_B)
     root = int(token_BP[0, count - 1])

@@ -22,14 +22,14 @@ class Drafter:
 class NoDrafter:
   """Plain decoding: the same loop, with nothing drafted and nothing to remember."""
 
-  def init(self, batch: int, num_slots: int) -> tuple[()]:
+  def init(self, batch: int, num_slots: int) -> Any:
     return ()
 
   def num_scratch(self, policy: TreePolicy) -> int:
     return 0
 
-  def absorb(self, params, state, token_BP, taps, count_B) -> tuple[()]:
+  def absorb(self, params, state, token_BP, taps, count_B) -> Any:
     return state
 
-  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy) -> tuple[DraftTree, tuple[()]]:
+  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy) -> tuple[DraftTree, Any]:
     return jax.vmap(root_only)(root_B), state

@@ -97,16 +97,15 @@ class Eagle:
     variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
     embedding_DR = embed(params['embed'], token_BT.reshape(-1))
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1)
-    out_DR, cache = EagleHead(self.config).apply(
-      variables, embedding_DR, feature_DR, position_BT, mask_BTM, start_B, cache
-    )
-    return out_DR.reshape(feature_DBT.shape), cache
+    inputs = embedding_DR, feature_DR, position_BT, mask_BTM, start_B, cache
+    out: Any = EagleHead(self.config).apply(variables, *inputs)
+    return out[0].reshape(feature_DBT.shape), out[1]
 
   def absorb(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
     """Takes in the first `count` of P committed rows a batch row; see `draft.DraftNetwork.absorb`."""
     batch, num_rows = token_BP.shape
     cache = state.cache
-    position_BP = cache.length[:, None] + jnp.arange(num_rows)
+    position_BP = cache.length[:, None] + jnp.arange(num_rows)[None]
     causal_BPP = jnp.broadcast_to(jnp.tri(num_rows, dtype=bool), (batch, num_rows, num_rows))
     out_DBP, cache = self.forward(params, token_BP, taps.feature, position_BP, causal_BPP, cache.length, cache)
     newest_B = jnp.maximum(count_B - 1, 0)

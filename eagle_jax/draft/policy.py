@@ -169,7 +169,7 @@ class StaticTree:
   def _levels(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Nodes by depth, the root's level first; in each level those with children first, since they are the frontier."""
     parents = {path[:-1] for path in self.paths}
-    levels = [((),)]
+    levels: list[tuple[tuple[int, ...], ...]] = [((),)]
     for depth in range(1, self.max_depth + 1):
       level = [path for path in self.paths if len(path) == depth]
       levels.append(tuple(sorted(level, key=lambda path: (path not in parents, path))))

@@ -119,10 +119,10 @@ class TransformerTarget:
     return Transformer(self.config, self.dtype).init(key, token_BL, method='score')['params']
 
   def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
-    variables = {'params': params}
-    return Transformer(self.config, self.dtype).apply(
-      variables, token_BT, position_BT, mask_BTT, cache, method='forward'
-    )
+    return self._apply(params, token_BT, position_BT, mask_BTT, cache, method='forward')
 
   def logits(self, params, feature_DR: jax.Array) -> jax.Array:
-    return Transformer(self.config, self.dtype).apply({'params': params}, feature_DR, method='logits')
+    return self._apply(params, feature_DR, method='logits')
+
+  def _apply(self, params, *args, method: str) -> Any:
+    return Transformer(self.config, self.dtype).apply({'params': params}, *args, method=method)

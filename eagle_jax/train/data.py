@@ -1,7 +1,7 @@
 """Examples to rows of fixed length: several sequences packed end to end, each blind to the others."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,12 +15,12 @@ class Packed(NamedTuple):
   generation starts from, is trained too.
   """
 
-  next_token: np.ndarray  # [L] i32
-  feature: np.ndarray  # [L, D] float16
-  next_feature: np.ndarray  # [L, D] float16, to be predicted
-  position: np.ndarray  # [L] i32, in the sequence
-  sequence: np.ndarray  # [L] i32, which sequence of the row; -1 for padding
-  weight: np.ndarray  # [L] f32, 1 where the row counts
+  next_token: Any  # [L] i32
+  feature: Any  # [L, D] float16
+  next_feature: Any  # [L, D] float16, to be predicted
+  position: Any  # [L] i32, in the sequence
+  sequence: Any  # [L] i32, which sequence of the row; -1 for padding
+  weight: Any  # [L] f32, 1 where the row counts
 
 
 def pack(examples: Sequence[Example], *, num_rows: int) -> Packed:

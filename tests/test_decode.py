@@ -1,0 +1,331 @@
+"""The public API on tiny random networks: the same text, nothing compiled twice, nothing copied, errors that say why."""
+
+import contextlib
+import dataclasses
+import re
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import decode
+from eagle_jax.config import DrafterConfig
+from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
+from eagle_jax.program import Program
+
+PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
+POLICIES = (Chain(3), StaticTree(), StaticTree([(0,), (1,), (1, 0)]), DynamicTree(4, 3, 3, 8))
+SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 3}, {'temperature': 0.7, 'top_k': 20, 'top_p': 0.8, 'row_ids': [4, 4, 0, 9]})
+SMALL = DynamicTree(4, 3, 3, 8)
+NUM_NEW = 40
+
+
+class Bytes:
+  """A tokenizer of bytes, many of which are no UTF-8 by themselves."""
+
+  def encode_prompt(self, text: str) -> list[int]:
+    return [byte % 97 for byte in text.encode()]
+
+  def decode(self, ids) -> str:
+    return bytes(5 * token % 256 for token in ids).decode(errors='replace')
+
+
+@pytest.fixture(scope='module')
+def target():
+  return tiny.target(tokenizer=Bytes())
+
+
+@pytest.fixture(scope='module')
+def drafter():
+  return tiny.drafter()
+
+
+@pytest.fixture(scope='module')
+def plain(target):
+  return [decode.generate(target, None, PROMPTS, max_new_tokens=NUM_NEW, **how) for how in SAMPLINGS]
+
+
+@contextlib.contextmanager
+def compile_events():
+  """What JAX traces, lowers or compiles meanwhile."""
+  events = []
+
+  def note(event: str, duration: float, **kwargs):
+    if '/compile/' in event:
+      events.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  yield events
+  jax.monitoring.unregister_event_duration_listener(note)
+
+
+# The same text.
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
+def test_generate_is_plain(target, drafter, plain, policy):
+  for how, expected in zip(SAMPLINGS, plain, strict=True):
+    out = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, **how)
+    assert out.tokens == expected.tokens
+    assert out.text == expected.text == [target.tokenizer.decode(row) for row in out.tokens]
+    assert out.stats['num_target_passes'] == sum(map(len, out.num_accepted))
+    assert out.stats['num_new_tokens'] == sum(map(len, out.tokens)) == NUM_NEW * len(PROMPTS)
+    assert out.stats['tau'] == (NUM_NEW - 1) * len(PROMPTS) / out.stats['num_target_passes']
+    assert out.stats['policy'] == policy.describe()
+
+
+def test_plain_counts(plain):
+  for out in plain:
+    assert out.stats['tau'] == 1
+    assert out.stats['policy'] == 'plain'
+    assert out.num_accepted == [[0] * (NUM_NEW - 1)] * len(PROMPTS)
+    assert len({tuple(row) for row in out.tokens}) == len(PROMPTS)
+
+
+def test_a_drafter_of_nan_costs_no_text(target, plain):
+  """Its tree is empty: every pass yields the bonus alone."""
+  broken = tiny.drafter()
+  broken.params['fc']['weight'] *= jnp.nan
+  for how, expected in zip(SAMPLINGS, plain, strict=True):
+    out = decode.generate(target, broken, PROMPTS, max_new_tokens=NUM_NEW, policy=SMALL, **how)
+    assert (out.tokens, out.num_accepted) == (expected.tokens, expected.num_accepted)
+
+
+def test_one_new_token(target, drafter, plain):
+  out = decode.generate(target, drafter, PROMPTS, max_new_tokens=1, policy=SMALL)
+  assert out.tokens == [row[:1] for row in plain[0].tokens]
+  assert out.num_accepted == [[]] * len(PROMPTS)
+  assert (out.stats['num_target_passes'], out.stats['tau']) == (0, 1)
+
+
+@pytest.mark.parametrize('how', SAMPLINGS[:2], ids=['greedy', 'sampled'])
+def test_stream_is_generate(target, drafter, how):
+  how = how | {'max_new_tokens': NUM_NEW, 'policy': SMALL}
+  expected = decode.generate(target, drafter, PROMPTS[:1], **how)
+  eos_ids = expected.tokens[0][30:31]
+  for how in (how, how | {'eos_ids': eos_ids}):
+    expected = decode.generate(target, drafter, PROMPTS[:1], **how)
+    chunks = list(decode.stream(target, drafter, PROMPTS[0], **how))
+    assert ''.join(chunk.text for chunk in chunks) == expected.text[0]
+    assert sum((chunk.tokens for chunk in chunks), []) == expected.tokens[0]
+    assert chunks[0].num_accepted == 0
+    assert [chunk.num_accepted for chunk in chunks[1:]] == expected.num_accepted[0]
+
+
+def test_text_prompts_are_encoded(target, drafter):
+  ids = [target.tokenizer.encode_prompt('abc'), target.tokenizer.encode_prompt('Hello')]
+  how = {'max_new_tokens': 8, 'policy': SMALL}
+  by_text, by_ids = (decode.generate(target, drafter, p, **how) for p in (['abc', 'Hello'], ids))
+  assert by_text.tokens == by_ids.tokens
+
+
+def test_the_targets_eos_is_the_default(drafter, plain):
+  eos = plain[0].tokens[0][5]
+  target = tiny.target(dataclasses.replace(tiny.TARGET, eos_ids=(eos,)))
+  cut, whole = (
+    decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=SMALL, **eos_ids)
+    for eos_ids in ({}, {'eos_ids': ()})
+  )
+  assert whole.tokens == plain[0].tokens
+  assert cut.tokens == [row[: row.index(eos) + 1] if eos in row else row for row in whole.tokens]
+  assert cut.text is None
+
+
+def test_the_pure_core_runs_inside_a_jit(target, drafter, plain):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+
+  @jax.jit
+  def user(params, tokens_BL, length_B):
+    state = decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=NUM_NEW)
+    return decode.result(decode.decode_loop(params, state, spec=spec))
+
+  length_B = np.asarray([len(prompt) for prompt in PROMPTS], np.int32)
+  tokens_BL = np.zeros((len(PROMPTS), length_B.max()), np.int32)
+  for row_L, prompt in zip(tokens_BL, PROMPTS, strict=True):
+    row_L[: len(prompt)] = prompt
+  tokens_BN, length_B, num_accepted_BN = user(params, tokens_BL, length_B)
+  assert [row[:n] for row, n in zip(tokens_BN.tolist(), length_B, strict=True)] == plain[0].tokens
+  assert (tokens_BN[:, NUM_NEW:] == -1).all()
+  assert ((num_accepted_BN >= 0).sum(axis=1) < NUM_NEW).all()
+
+
+def test_step_by_step_is_the_loop(target, drafter, plain):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+  prompt_BL, length_B = np.asarray(PROMPTS[:1], np.int32), np.asarray([3], np.int32)
+  state = decode.prefill(params, prompt_BL, length_B, spec=spec, max_new_tokens=NUM_NEW)
+  for _ in range(NUM_NEW):  # steps after the end change nothing
+    state = decode.decode_step(params, state, spec=spec)
+  tokens_BN, _, _ = decode.result(state)
+  assert tokens_BN[0, :NUM_NEW].tolist() == plain[0].tokens[0]
+
+
+# How often, and what, is compiled and run.
+
+
+def test_a_second_call_compiles_nothing(target, drafter):
+  def call(prompts, **how):
+    return decode.generate(target, drafter, prompts, policy=SMALL, **how)
+
+  first = call(PROMPTS[:2], max_new_tokens=17, eos_ids=[3])
+  with compile_events() as events:
+    seconds = [
+      call([[9] * 16, [8]], max_new_tokens=24, eos_ids=[4]).stats['compile_s'],
+      call([[7], [8]], max_new_tokens=20, temperature=0.8, eos_ids=[5]).stats['compile_s'],
+      call(
+        [[7], [8]], max_new_tokens=18, temperature=1.0, top_k=4, top_p=0.5, seed=9, row_ids=[8, 1], eos_ids=()
+      ).stats['compile_s'],
+    ]
+  assert events == []
+  assert seconds == [0, 0, 0]
+  assert first.stats['compile_s'] >= 0
+
+
+def test_a_new_bucket_compiles_each_program_once(target, drafter, monkeypatch):
+  """And the listener of the test above does hear compilations."""
+  monkeypatch.setattr(decode, '_PREFILL', Program(decode.run_prefill))
+  monkeypatch.setattr(decode, '_LOOP', Program(decode.decode_loop))
+  with compile_events() as events:
+    for prompt_len in (17, 20, 24):
+      decode.generate(target, drafter, [[1] * prompt_len], max_new_tokens=70, policy=SMALL)
+  assert sum('backend_compile' in event for event in events) >= 2
+  assert (len(decode._PREFILL._compiled), len(decode._LOOP._compiled)) == (1, 1)
+
+
+def test_generate_runs_two_programs_however_long_the_text(target, drafter, monkeypatch):
+  right, runs = Program.compile, []
+
+  def counting(self, *args, **static):
+    run, seconds = right(self, *args, **static)
+    return lambda *args: runs.append(self) or run(*args), seconds
+
+  monkeypatch.setattr(Program, 'compile', counting)
+  for max_new_tokens in (1, 2, 16, 40):
+    runs.clear()
+    decode.generate(target, drafter, PROMPTS, max_new_tokens=max_new_tokens, policy=SMALL)
+    assert runs == [decode._PREFILL, decode._LOOP]
+
+
+def primitives(jaxpr):
+  """Names of all primitives, those of inner jaxprs too."""
+  for eqn in jaxpr.eqns:
+    yield eqn.primitive.name
+    for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns') or hasattr(x, 'jaxpr')):
+      inner = getattr(inner, 'jaxpr', inner)
+      if hasattr(inner, 'eqns'):
+        yield from primitives(inner)
+
+
+def lowered_state(target, drafter, policy, *, batch: int):
+  params, spec = decode.build(target, drafter, policy=policy)
+  tokens_BL, length_B = np.ones((batch, 5), np.int32), np.full(batch, 5, np.int32)
+  return params, spec, decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=20)
+
+
+def test_no_host_in_the_loop(target, drafter):
+  params, spec, state = lowered_state(target, drafter, SMALL, batch=2)
+  names = set(primitives(jax.make_jaxpr(lambda p, s: decode.decode_loop(p, s, spec=spec))(params, state).jaxpr))
+  assert {'while', 'dot_general', 'dynamic_update_slice', 'top_k'} <= names
+  assert not [name for name in names if 'callback' in name or 'feed' in name or 'print' in name]
+  printing = jax.make_jaxpr(jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda i, x: jax.debug.print('{}', x) or x, x)))
+  assert [name for name in primitives(printing(1.0).jaxpr) if 'callback' in name or 'print' in name]
+
+
+def copies_in_loop(hlo: str, shape: str) -> list[str]:
+  """Lines outside ENTRY that copy an array of this shape."""
+  computation, lines = '', []
+  for line in hlo.splitlines():
+    if re.match(r'^(ENTRY )?%?[\w.\-]+ .*\{$', line):
+      computation = line
+    elif f'= {shape}' in line and re.search(r'\bcopy(-start)?\(', line) and not computation.startswith('ENTRY'):
+      lines.append(line.strip())
+  return lines
+
+
+@pytest.mark.parametrize('policy', [Chain(3), StaticTree(), SMALL], ids=lambda p: p.describe())
+def test_the_loop_copies_no_cache(target, drafter, policy):
+  params, spec, state = lowered_state(target, drafter, policy, batch=5)
+  shape = 'f32[' + ','.join(map(str, state.cache.keys[0].shape)) + ']'
+  assert state.cache.keys[0].shape == state.drafter.cache.keys[0].shape
+  hlo = decode.decode_loop.lower(params, state, spec=spec).compile().as_text()
+  assert re.search(rf'= {re.escape(shape)}\S* dynamic-update-slice', hlo)
+  assert copies_in_loop(hlo, shape) == []
+
+
+def test_a_copy_would_be_seen():
+  """A loop that needs the old array after writing a new one: XLA must copy."""
+
+  def body(x):
+    written = jax.lax.dynamic_update_slice(x, x[:1, :1, :1] + 1, (0, 0, 1))
+    return written + x[::-1] * written[0, 0, 1]
+
+  loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x[0, 0, 0] < 3, body, x))
+  hlo = loop.lower(jnp.zeros((2, 3, 7))).compile().as_text()
+  assert copies_in_loop(hlo, 'f32[2,3,7]')
+
+
+# Bad input: one line of the contract each, before anything is traced.
+
+TOO_LONG = [[1] * 500]
+BAD_REQUESTS = [
+  ({'prompts': 'Why?'}, "prompts is 'Why\\?'.*list"),
+  ({'prompts': []}, r'prompts is \[\].*non-empty list'),
+  ({'prompts': [[1], []]}, 'Prompt 1 is empty.*one token'),
+  ({'prompts': ['a', '']}, 'Prompt 1 is empty.*one character'),
+  ({'prompts': [[1], [2, 97]]}, r'Prompt 1 .*\[97\] outside the vocabulary of 97'),
+  ({'prompts': [[-1]]}, r'\[-1\] outside the vocabulary'),
+  ({'prompts': TOO_LONG}, 'Prompt 0 has 500 tokens.*max_new_tokens=16.*context of 512'),
+  ({'temperature': -0.1}, 'temperature is -0.1.*>= 0'),
+  ({'temperature': float('nan')}, 'temperature is nan'),
+  ({'temperature': float('inf')}, 'temperature is inf'),
+  ({'top_p': 0.0}, r'top_p is 0.0.*\(0, 1\]'),
+  ({'top_p': 1.5}, 'top_p is 1.5'),
+  ({'top_p': float('nan')}, 'top_p is nan'),
+  ({'top_k': -1}, 'top_k is -1.*>= 0'),
+  ({'policy': 'tree'}, "Unknown policy 'tree'.*'plain'"),
+  ({'drafter': None}, 'dynamic.*needs a drafter'),
+  ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
+  ({'row_ids': [1, 2, 3]}, '3 row_ids came for 4 prompts'),
+  ({'seed': 2**31}, 'seed is 2147483648.*32 bits'),
+]
+
+
+@pytest.mark.parametrize(('change', 'words'), BAD_REQUESTS, ids=lambda x: '' if isinstance(x, str) else str(x)[:40])
+def test_bad_requests(target, drafter, plain, change, words):
+  request = {'drafter': drafter, 'prompts': PROMPTS, 'max_new_tokens': 16, 'policy': SMALL} | change
+  with compile_events() as events, pytest.raises(ValueError, match=words):
+    decode.generate(target, **request)
+  assert events == []
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    ({'prompt': []}, 'Prompt 0 is empty'),
+    ({'prompt': [97]}, 'outside the vocabulary'),
+    ({'prompt': TOO_LONG[0]}, 'context of 512'),
+    ({'temperature': -1.0}, 'temperature is -1.0'),
+    ({'policy': 'tree'}, 'Unknown policy'),
+    ({'row_ids': [1, 2]}, '2 row_ids came for 1'),
+  ],
+  ids=lambda x: '' if isinstance(x, str) else str(x)[:40],
+)
+def test_bad_streams_fail_at_the_call(target, drafter, plain, change, words):
+  request = {'prompt': PROMPTS[0], 'max_new_tokens': 16, 'policy': SMALL} | change
+  with pytest.raises(ValueError, match=words):
+    decode.stream(target, drafter, **request)
+
+
+def test_text_needs_a_tokenizer(drafter):
+  with pytest.raises(ValueError, match='no tokenizer.*token ids'):
+    decode.generate(tiny.target(), drafter, ['Why?'])
+
+
+@pytest.mark.parametrize(('field', 'size'), [('width', 48), ('vocab_size', 96)])
+def test_a_drafter_of_another_target(target, field, size):
+  fields = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
+  other = tiny.drafter(DrafterConfig(**fields | {field: size}))
+  with pytest.raises(ValueError, match=f'width {other.config.width} and vocabulary {other.config.vocab_size}.*trained for'):
+    decode.generate(target, other, PROMPTS, policy=SMALL)

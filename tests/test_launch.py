@@ -1,0 +1,94 @@
+"""The launchers as a user runs them: standard output, standard error, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+pytest.importorskip('gguf')
+
+from eagle_jax import hub
+from eagle_jax.config import DrafterConfig
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.weights import naming
+from tiny_files import TINY, random_tensors, write_gguf
+
+ROOT = Path(__file__).parents[1]
+DRAFTER = DrafterConfig(vocab_size=11, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64)
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+  """--target and --drafter of a tiny pair without tokenizer."""
+  folder = tmp_path_factory.mktemp('models')
+  path = write_gguf(folder / 'tiny.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True)))
+  hub.save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(0))), folder / 'drafter')
+  return [f'--target={path}', f'--drafter={folder / "drafter"}']
+
+
+def launch(name, *flags, cache=None):
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu'} | ({'EAGLE_JAX_CACHE': str(cache)} if cache else {})
+  command = [sys.executable, str(ROOT / 'launch' / f'{name}.py'), *flags]
+  return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+@pytest.mark.parametrize(
+  ('flags', 'complaint'),
+  [
+    (['--prompt=hello', '--target=no-such-model'], "Unknown target 'no-such-model'"),
+    ([], 'Give either --prompt or --batch_file'),
+    (['--prompt=hello', '--policy=static', '--width=3'], "takes no ['width']"),
+    (['--batch_file=no/such/file'], 'No file of prompts at no/such/file'),
+  ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):
+  done = launch('generate', *flags)
+  assert done.returncode == 2
+  assert done.stdout == ''
+  assert done.stderr.count('error:') == 1
+  assert complaint in done.stderr
+  assert 'Traceback' not in done.stderr
+
+
+def test_a_target_without_tokenizer_refuses_text(files):
+  done = launch('generate', *files, '--prompt=hello')
+  assert done.returncode == 2
+  assert 'no tokenizer' in done.stderr
+
+
+def test_help_explains_every_flag():
+  done = launch('generate', '--help')
+  for flag in ('target', 'drafter', 'policy', 'num_nodes', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed'):
+    assert f'--{flag}:' in done.stdout or f'--[no]{flag}:' in done.stdout
+
+
+@pytest.mark.real
+def test_json_of_one_prompt_and_of_a_batch(smollm2, tmp_path):
+  flags = ['--drafter=', '--max_new_tokens=4', '--json']
+  single = launch('generate', '--prompt=Say hello.', *flags)
+  assert single.returncode == 0, single.stderr
+  out = json.loads(single.stdout)
+  assert set(out) == {'text', 'tokens', 'stats'}
+  assert out['stats']['policy'] == 'plain'
+  assert 'compiling' in single.stderr
+
+  prompts = tmp_path / 'prompts.jsonl'
+  prompts.write_text('Name a colour.\n{"prompt": "Say hello."}\n', encoding='utf-8')
+  batch = launch('generate', f'--batch_file={prompts}', *flags)
+  assert batch.returncode == 0, batch.stderr
+  rows = [json.loads(line) for line in batch.stdout.splitlines()]
+  assert len(rows) == 2
+  assert rows[1]['tokens'] == out['tokens']
+
+
+@pytest.mark.real
+def test_stream_prints_the_text_and_a_line_of_statistics(smollm2):
+  done = launch('generate', '--drafter=', '--prompt=Say hello.', '--max_new_tokens=4')
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip()
+  assert 'tau 1.00' in done.stderr.splitlines()[-1]

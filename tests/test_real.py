@@ -1,0 +1,52 @@
+"""The real pair: what speculation writes is what the target writes."""
+
+import pytest
+
+from eagle_jax import Chain, DynamicTree, StaticTree, decode, hub
+
+pytestmark = pytest.mark.real
+
+PROMPTS = [
+  'Explain why the sky is blue.',
+  'A train travels 60 miles in 1.5 hours. What is its average speed?',
+  'Write a Python function that returns the n-th Fibonacci number.',
+  'Summarize: The mitochondrion is an organelle found in the cells of most eukaryotes. It makes most of the ATP.',
+  'Who wrote Pride and Prejudice?',
+  'Write a short poem about the sea, in two stanzas.',
+  'List five tips for better sleep.',
+  'Translate "good morning, my friend" into French and explain each word.',
+]
+NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
+
+
+@pytest.fixture(scope='module')
+def pair(smollm2):
+  return smollm2, hub.load_drafter('smollm2-135m-eagle2', smollm2)
+
+
+def assert_same_text(pair, prompts, max_new_tokens, temperature, policy):
+  target, drafter = pair
+  options = {'max_new_tokens': max_new_tokens, 'temperature': temperature, 'seed': 7}
+  plain = decode.generate(target, None, prompts, **options)
+  speculative = decode.generate(target, drafter, prompts, policy=policy, **options)
+  assert speculative.tokens == plain.tokens
+  assert speculative.stats['tau'] > 1.2
+
+
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_speculative_text_is_plain_text(pair, temperature):
+  assert_same_text(pair, PROMPTS[:2], 24, temperature, DynamicTree(width=4, fanout=4, max_depth=4, num_nodes=16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+@pytest.mark.parametrize('policy', [Chain(), StaticTree(), DynamicTree()], ids=lambda policy: policy.describe())
+def test_speculative_text_is_plain_text_at_length(pair, policy, temperature):
+  assert_same_text(pair, PROMPTS, 64, temperature, policy)
+
+
+def test_the_shipped_drafter_accepts_what_it_did(pair):
+  """Silent drafting bugs leave the text right and acceptance low."""
+  target, drafter = pair
+  out = decode.generate(target, drafter, PROMPTS[:5], max_new_tokens=64, policy=DynamicTree())
+  assert out.stats['tau'] >= 1.3

@@ -1,0 +1,135 @@
+"""Meshes: rules and parameters in-process; sharded decoding equals unsharded, on eight forced CPU devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.sharding import PARAM_AXES, RULES, constrain, make_mesh, mesh_of, param_shardings, partition
+from eagle_jax.target.transformer import TransformerTarget
+
+ROOT = Path(__file__).parents[1]
+SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
+CASES = [
+  f'{policy} {batch} {sampling}'
+  for policy in ('chain', 'dynamic')
+  for batch in (8, 1)
+  for sampling in ('greedy', 'sampled')
+]
+MESHES = ('1x4', '2x4', '8x1')
+
+
+class FourByTwo:
+  """What `partition` reads of a mesh."""
+
+  shape = {'data': 4, 'model': 2}
+
+
+@pytest.mark.parametrize(
+  ('axes', 'shape', 'spec'),
+  [
+    (('heads', 'width'), (64, 32), ('model', None)),
+    (('width', 'ffn'), (32, 48), (None, 'model')),
+    (('batch', 'kv_heads', None, None), (8, 2, 100, 8), ('data', 'model', None, None)),
+    (('batch', 'kv_heads', None, None), (1, 2, 100, 8), (None, 'model', None, None)),  # one row: on every device
+    (('batch', 'kv_heads', None, None), (8, 1, 100, 8), ('data', None, None, None)),
+    (('vocab', 'width'), (15, 32), (None, None)),
+    ((), (), ()),
+  ],
+)
+def test_partition(axes, shape, spec):
+  assert partition(axes, shape, FourByTwo) == PartitionSpec(*spec)
+
+
+def test_partition_without_the_axis_replicates():
+  class DataOnly:
+    shape = {'data': 4}
+
+  assert partition(('batch', 'heads'), (8, 8), DataOnly) == PartitionSpec('data', None)
+
+
+def test_partition_wants_an_axis_a_dimension():
+  with pytest.raises(ValueError, match='zip'):
+    partition(('batch',), (8, 8), FourByTwo)
+
+
+def test_make_mesh():
+  devices = jax.devices()[:1]
+  assert dict(make_mesh(devices).shape) == {'data': 1, 'model': 1}
+  with pytest.raises(ValueError, match='1 devices cannot be split into models of 3'):
+    make_mesh(devices, num_model=3)
+
+
+def test_without_a_mesh_nothing_is_constrained():
+  x = jnp.zeros((8, 8))
+  assert constrain(x, ('batch', 'heads')) is x
+  assert mesh_of({'x': x}) is None
+
+
+@pytest.fixture(scope='module')
+def shapes():
+  networks = {
+    'target': TransformerTarget(TargetConfig(**SIZES, num_layers=2, max_context=64)),
+    'drafter': Eagle(DrafterConfig(**SIZES, qkv_bias=True)),
+  }
+  return {name: jax.eval_shape(network.init_params, jax.random.key(0)) for name, network in networks.items()}
+
+
+def test_every_parameter_has_its_row_or_is_small(shapes):
+  names = {tuple(key.key for key in path[-2:]) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)}
+  assert set(PARAM_AXES) <= names
+  small = {('q', 'bias'), ('k', 'bias'), ('v', 'bias'), ('fc', 'bias')}
+  small |= {(norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm')}
+  assert names - set(PARAM_AXES) == small
+  assert {axis for axes in PARAM_AXES.values() for axis in axes} <= set(RULES)
+
+
+def test_shardings_have_the_rank_of_their_parameters(shapes):
+  shardings = param_shardings(shapes, make_mesh(jax.devices()[:1]))
+  ranks = jax.tree.map(lambda x, sharding: len(sharding.spec) - x.ndim, shapes, shardings)
+  assert set(jax.tree.leaves(ranks)) == {0}
+
+
+@pytest.fixture(scope='module')
+def on_meshes():
+  """What `eight_devices.py` prints. A process of its own, since the number of devices is fixed when JAX starts."""
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+  script = Path(__file__).with_name('eight_devices.py')
+  done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+@pytest.mark.parametrize('case', CASES)
+def test_sharded_is_unsharded(on_meshes, case, mesh):
+  """Tokens, and what was accepted: a drafter gone wrong would change the latter alone."""
+  assert on_meshes['cases'][case][mesh] == on_meshes['cases'][case]['none']
+
+
+@pytest.mark.parametrize('mesh', ['none', *MESHES])
+def test_a_stream_is_its_batch_row(on_meshes, mesh):
+  assert on_meshes['streams'][mesh] == on_meshes['cases']['chain 1 greedy']['none'][0][0]
+
+
+def test_drafts_are_accepted_at_all(on_meshes):
+  for case in ('chain 8 greedy', 'dynamic 8 greedy', 'dynamic 8 sampled'):
+    assert sum(map(sum, on_meshes['cases'][case]['none'][1])) > 0
+
+
+def test_each_device_holds_its_share(on_meshes):
+  places = on_meshes['places']['2x4']
+  assert places['target/embed/weight'] == [[16, 32], [4, 32]]
+  assert places['target/layer_0/attn/q/weight'] == [[64, 32], [16, 32]]
+  assert places['target/layer_0/mlp/down/weight'] == [[32, 48], [32, 12]]
+  assert places['target/norm/scale'] == [[32], [32]]
+  assert places['drafter/fc/weight'] == [[32, 64], [8, 64]]
+  assert all(whole == shard for whole, shard in on_meshes['places']['8x1'].values())
