@@ -20,7 +20,8 @@ DRAFTER = DrafterConfig(
   norm_eps=1e-5,
   rope_theta=100_000.0,
   fc_bias=False,
+  draft_vocab_size=8192,
   name='smollm2-135m-eagle2',
 )
 DATA = Data(num_shards=20, batch=64, max_prompt=128, max_new_tokens=192, temperatures=(0.0, 1.0, 0.7, 0.0))
-RECIPE = Recipe(num_steps=1500, learning_rate=2e-3, warmup_steps=50)
+RECIPE = Recipe(num_steps=1600, learning_rate=2e-3, warmup_steps=50)

@@ -60,6 +60,7 @@ class DrafterConfig:
   rope_theta: float = 10_000.0
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
   qkv_bias: bool = False
+  draft_vocab_size: int | None = None  # U: it drafts these many of the target's ids; None: all
   name: str = 'drafter'
 
   def __post_init__(self):

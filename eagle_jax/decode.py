@@ -81,9 +81,17 @@ def build(target: Target, drafter: Drafter | None, *, policy: str | TreePolicy =
     )
   embed_VD = target.params['embed']['weight']
   head_VD = target.params.get('head', target.params['embed'])['weight']
-  ids, mesh = np.arange(target.config.vocab_size, dtype=np.int32), mesh_of(target.params)
-  ids = jax.device_put(ids, None if mesh is None else param_sharding(['ids'], ids.shape, mesh))
-  params = {**drafter.params, 'embed': embed_VD, 'head': head_VD, 'ids': ids}
+  params = {**drafter.params, 'embed': embed_VD, 'head': head_VD}
+  if 'ids' in params:  # a draft vocabulary: only these rows of the head
+    params['head'] = head_VD[params['ids']]
+  else:
+    ids, mesh = np.arange(target.config.vocab_size, dtype=np.int32), mesh_of(target.params)
+    params['ids'] = jax.device_put(ids, None if mesh is None else param_sharding(['ids'], ids.shape, mesh))
+  if (fanout := max(chosen.fanouts)) > params['ids'].shape[0]:
+    raise ValueError(
+      f'{chosen.describe()} asks each node for {fanout} children, but the draft vocabulary has only '
+      f'{params["ids"].shape[0]} ids. Lower the fanout or the ranks of the paths.'
+    )
   return Params(target.params, params), Spec(network, Eagle(drafter.config, network.dtype), chosen)
 
 

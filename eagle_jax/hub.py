@@ -77,7 +77,10 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   _require_match(config, target.config)
   dtype = target.params['embed']['weight'].dtype if dtype is None else dtype
   table, mesh = naming.drafter_table(config), mesh_of(target.params)
-  return Drafter(config, assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path)))
+  params = assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path))
+  if 'ids' in params and not 0 <= params['ids'].min() <= params['ids'].max() < target.config.vocab_size:
+    raise ValueError(f'{path}: d2t leads outside the target vocabulary of {target.config.vocab_size} ids.')
+  return Drafter(config, params)
 
 
 def shipped_drafters() -> list[str]:
@@ -114,8 +117,8 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   left out. config.json comes last: a folder without one is not taken for a drafter.
   """
   path = Path(path)
-  own = {name: drafter.params[name] for name in ('fc', 'layer')}
-  write_safetensors(path / 'model.safetensors', flatten(own, naming.drafter_table(drafter.config)))
+  tensors = flatten(drafter.params, naming.drafter_table(drafter.config))
+  write_safetensors(path / 'model.safetensors', tensors)
   if provenance is not None:
     _write_json(path / 'provenance.json', provenance)
   _write_json(path / 'config.json', folder.drafter_content(drafter.config))

@@ -83,7 +83,9 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
     raise ValueError(f'max_new_tokens is {max_new_tokens}; at least 1 is needed: prefill itself yields a token.')
   batch, num_prompt = tokens_BL.shape
   num_new = bucket(max_new_tokens)
-  row_id_B = np.arange(batch, dtype=np.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32)
+  row_ids = np.arange(batch) if row_ids is None else row_ids
+  as_array = jnp.asarray if isinstance(row_ids, jax.Array) else np.asarray  # one kind for the default and for a list
+  row_id_B = as_array(row_ids, np.int32)
   limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
   static = {'spec': spec, 'num_slots': bucket(num_prompt + num_new + spec.num_scratch), 'num_new': num_new}
   return (params, tokens_BL, length_B, row_id_B, sampling, limits), static

@@ -1,6 +1,6 @@
 """What `test_sharding` runs in a process of its own: a tiny pair decodes on meshes of eight forced CPU devices.
 
-Prints one JSON object: what every case gave, and where the loaded parameters lie.
+Prints one JSON object: what every case gave, and where the arrays lie.
 """
 
 import json
@@ -57,14 +57,29 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
   return folder / 'target', folder / 'drafter'
 
 
+def layout(state) -> dict[str, list[int]]:
+  """Shape of each array's share, by name; scalars left out."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  return {jax.tree_util.keystr(path): leaf.sharding.shard_shape(leaf.shape) for path, leaf in leaves if leaf.ndim}
+
+
+def layouts(target, drafter, prompts) -> list[dict[str, list[int]]]:
+  """Layouts of the state before and after a step."""
+  params, spec = decode.build(target, drafter, policy=POLICIES['chain'])
+  tokens_BL = np.asarray([prompt[:3] for prompt in prompts], np.int32)
+  state = decode.prefill(params, tokens_BL, np.full(len(prompts), 3, np.int32), spec=spec, max_new_tokens=16)
+  before = layout(state)
+  return [before, layout(decode.decode_step(params, state, spec=spec))]
+
+
 def main() -> None:
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
-  cases, places, streams = {}, {}, {}
+  cases, places, streams, moves = {}, {}, {}, {}
   with tempfile.TemporaryDirectory() as folder:
     target_folder, drafter_folder = write_pair(Path(folder))
     for mesh_name, sizes in MESHES.items():
-      mesh = sizes and make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
+      mesh = None if sizes is None else make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
       target = hub.load_target(target_folder, mesh=mesh)
       drafter = hub.load_drafter(drafter_folder, target)
       assert mesh_of(target.params) == mesh_of(drafter.params) == mesh
@@ -82,7 +97,10 @@ def main() -> None:
             cases.setdefault(case, {})[mesh_name] = [given.tokens, given.num_accepted]
       chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES['chain'])
       streams[mesh_name] = [token for chunk in chunks for token in chunk.tokens]
-  json.dump({'cases': cases, 'places': places, 'streams': streams}, sys.stdout)
+      if mesh is not None:
+        with jax.set_mesh(mesh):
+          moves[mesh_name] = layouts(target, drafter, prompts)
+  json.dump({'cases': cases, 'places': places, 'streams': streams, 'layouts': moves}, sys.stdout)
 
 
 if __name__ == '__main__':

@@ -62,9 +62,7 @@ class OracleTarget:
   vocab_size: int = 13
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
-    return kv_cache.init(
-      num_layers=1, batch=batch, num_kv_heads=1, num_slots=num_slots, head_dim=1, dtype=jnp.float32
-    )
+    return kv_cache.init(num_layers=1, batch=batch, num_kv_heads=1, num_slots=num_slots, head_dim=1, dtype=jnp.float32)
 
   def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
     def write(kv_BGSK, new_BT):

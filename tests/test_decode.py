@@ -1,4 +1,4 @@
-"""The public API on tiny random networks: the same text, nothing compiled twice, nothing copied, errors that say why."""
+"""The public API on tiny random networks: the same text, nothing compiled twice or copied, errors that say why."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,11 @@ from eagle_jax.program import Program
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
 POLICIES = (Chain(3), StaticTree(), StaticTree([(0,), (1,), (1, 0)]), DynamicTree(4, 3, 3, 8))
-SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 3}, {'temperature': 0.7, 'top_k': 20, 'top_p': 0.8, 'row_ids': [4, 4, 0, 9]})
+SAMPLINGS = (
+  {},
+  {'temperature': 1.0, 'seed': 3},
+  {'temperature': 0.7, 'top_k': 20, 'top_p': 0.8, 'row_ids': [4, 4, 0, 9]},
+)
 SMALL = DynamicTree(4, 3, 3, 8)
 NUM_NEW = 40
 
@@ -106,9 +110,9 @@ def test_stream_is_generate(target, drafter, how):
   how = how | {'max_new_tokens': NUM_NEW, 'policy': SMALL}
   expected = decode.generate(target, drafter, PROMPTS[:1], **how)
   eos_ids = expected.tokens[0][30:31]
-  for how in (how, how | {'eos_ids': eos_ids}):
-    expected = decode.generate(target, drafter, PROMPTS[:1], **how)
-    chunks = list(decode.stream(target, drafter, PROMPTS[0], **how))
+  for eos in ({}, {'eos_ids': eos_ids}):
+    expected = decode.generate(target, drafter, PROMPTS[:1], **how, **eos)
+    chunks = list(decode.stream(target, drafter, PROMPTS[0], **how, **eos))
     assert ''.join(chunk.text for chunk in chunks) == expected.text[0]
     assert sum((chunk.tokens for chunk in chunks), []) == expected.tokens[0]
     assert chunks[0].num_accepted == 0
@@ -327,5 +331,7 @@ def test_text_needs_a_tokenizer(drafter):
 def test_a_drafter_of_another_target(target, field, size):
   fields = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
   other = tiny.drafter(DrafterConfig(**fields | {field: size}))
-  with pytest.raises(ValueError, match=f'width {other.config.width} and vocabulary {other.config.vocab_size}.*trained for'):
+  with pytest.raises(
+    ValueError, match=f'width {other.config.width} and vocabulary {other.config.vocab_size}.*trained for'
+  ):
     decode.generate(target, other, PROMPTS, policy=SMALL)

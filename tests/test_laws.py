@@ -245,7 +245,9 @@ def test_write_and_commit(seed):
   cache = kv_cache.init(num_layers=2, batch=B, num_kv_heads=G, num_slots=S, head_dim=K, dtype=jnp.float32)
   length_B = rng.integers(0, S - T - P, B).astype(np.int32)
   old, new = (rng.standard_normal((4, B, G, n, K)).astype(np.float32) for n in (S, T))
-  written = [kv_cache.write(jnp.asarray(x), jnp.asarray(y), jnp.asarray(length_B)) for x, y in zip(old, new, strict=True)]
+  written = [
+    kv_cache.write(jnp.asarray(x), jnp.asarray(y), jnp.asarray(length_B)) for x, y in zip(old, new, strict=True)
+  ]
   path_BP, count_B = np.full((B, P), T, np.int32), rng.integers(0, P + 1, B).astype(np.int32)
   for b in range(B):
     path_BP[b, : max(count_B[b], 1)] = [0, *np.sort(1 + rng.choice(T - 1, max(count_B[b], 1) - 1, replace=False))]

@@ -122,7 +122,7 @@ def plain(sampling: dict) -> list[list[int]]:
 
 
 def check_counts(tokens, num_accepted):
-  """Every pass emits its drafted tokens and a bonus, which only the last pass may lack; prefill's token is in neither."""
+  """Every pass emits its drafted tokens and a bonus, which only the last may lack; prefill's token is in neither."""
   for row, counts in zip(tokens, num_accepted, strict=True):
     missing_bonus = sum(counts) + len(counts) - (len(row) - 1)
     assert missing_bonus in (0, 1)
@@ -137,6 +137,15 @@ def test_the_oracle_text_is_worth_comparing():
   texts = [plain(sampling) for sampling in SAMPLINGS]
   assert all(len(set(row)) > VOCAB // 2 for text in texts for row in text)
   assert len({tuple(row) for text in texts for row in text}) == len(SAMPLINGS) * len(PROMPTS)
+
+
+def test_plain_text_is_the_hash_of_itself():
+  """Worked out anew from the finished text: prompts are read whole, their padding is not."""
+  for prompt, row in zip(PROMPTS, plain(GREEDY), strict=True):
+    text_L = jnp.asarray([*prompt, *row])
+    hash_L = jnp.cumsum(oracle.ingredient(text_L, jnp.arange(len(text_L))), dtype=jnp.uint32)
+    logits_VL = oracle.hash_logits(hash_L, vocab_size=VOCAB)
+    assert jnp.argmax(logits_VL, axis=0)[len(prompt) - 1 : -1].tolist() == row
 
 
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: f'{p.describe()}-{hash(p) % 97}')

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.sharding import PARAM_AXES, RULES, constrain, make_mesh, mesh_of, param_shardings, partition
+from eagle_jax.sharding import PARAM_AXES, RULES, constrain, make_mesh, mesh_of, partition
 from eagle_jax.target.transformer import TransformerTarget
 
 ROOT = Path(__file__).parents[1]
@@ -92,12 +92,6 @@ def test_every_parameter_has_its_row_or_is_small(shapes):
   assert {axis for axes in PARAM_AXES.values() for axis in axes} <= set(RULES)
 
 
-def test_shardings_have_the_rank_of_their_parameters(shapes):
-  shardings = param_shardings(shapes, make_mesh(jax.devices()[:1]))
-  ranks = jax.tree.map(lambda x, sharding: len(sharding.spec) - x.ndim, shapes, shardings)
-  assert set(jax.tree.leaves(ranks)) == {0}
-
-
 @pytest.fixture(scope='module')
 def on_meshes():
   """What `eight_devices.py` prints. A process of its own, since the number of devices is fixed when JAX starts."""
@@ -118,6 +112,19 @@ def test_sharded_is_unsharded(on_meshes, case, mesh):
 @pytest.mark.parametrize('mesh', ['none', *MESHES])
 def test_a_stream_is_its_batch_row(on_meshes, mesh):
   assert on_meshes['streams'][mesh] == on_meshes['cases']['chain 1 greedy']['none'][0][0]
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
+  before, after = on_meshes['layouts'][mesh]
+  assert before == after
+  rows = {'1x4': 8, '2x4': 4, '8x1': 1}[mesh]
+  assert {name: shape[0] for name, shape in before.items()} == {
+    '.root': rows, '.tokens': rows, '.num_tokens': rows, '.num_accepted': rows, '.num_passes': rows,
+    '.is_done': rows, '.row_id': rows, '.cache.length': rows, '.cache.keys[0]': rows, '.cache.values[0]': rows,
+    '.drafter.cache.length': rows, '.drafter.cache.keys[0]': rows, '.drafter.cache.values[0]': rows,
+    '.drafter.feature': 32, '.limits.eos': 1,
+  }  # fmt: skip
 
 
 def test_drafts_are_accepted_at_all(on_meshes):

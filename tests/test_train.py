@@ -145,7 +145,7 @@ def test_a_trained_drafter_is_accepted_more(target):
   """The whole way: the target's answers, a short training, longer acceptance than before."""
   prompts = [[token] for token in range(24)]
   examples = answer(target, prompts, dataclasses.replace(DATA, max_new_tokens=60), temperature=1.0, seed=3)
-  recipe = Recipe(num_steps=150, num_rows=256, learning_rate=3e-3, warmup_steps=10, loss_vocab=31)
+  recipe = Recipe(num_steps=150, num_rows=256, learning_rate=3e-3, warmup_steps=10)
   reports = []
 
   def report(step, drafter, metrics):

@@ -1,4 +1,4 @@
-"""The tree of a random EAGLE drafter against the reference's algorithm, written anew in plain NumPy (EAGLE.md section 4).
+"""The tree of a random EAGLE drafter against the reference's algorithm, anew in plain NumPy (EAGLE.md section 4).
 
 Nothing of the library runs on the reference's side: its forward, its cache (plain lists of rows) and its tree are here.
 """

@@ -65,7 +65,10 @@ def epochs(examples: Sequence[Example], *, num_rows: int, seed: int) -> Iterator
 
 
 def frequent_ids(examples: Sequence[Example], *, size: int, vocab_size: int, forced: Sequence[int] = ()) -> np.ndarray:
-  """[U] i32, ascending: the `size` ids that the target's answers hold most often, the `forced` ones included."""
+  """[U] i32, ascending: the `size` ids that the target's answers hold most often, the `forced` ones included.
+
+  Source: FR-Spec, arXiv:2502.14856.
+  """
   count_V = np.zeros(vocab_size, np.int64)
   for example in examples:
     np.add.at(count_V, example.token[example.num_prompt :], 1)

@@ -35,16 +35,17 @@ def train(
     report: called with (step, drafter so far, metrics) every `report_every` steps and at the end.
 
   Returns:
-    The drafter and its last held-out metrics, over the whole vocabulary.
+    The drafter and its last metrics: of a training row (`train_`) and held-out, over the ids it drafts.
   """
   network = Eagle(config)
   embed_VD = target.params['embed']['weight']
   params = init_params(network, embed_VD, examples, seed=recipe.seed)
   state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
   head_VD = target.params.get('head', target.params['embed'])['weight']
-  forced = target.config.eos_ids
-  ids_U = frequent_ids(examples, size=recipe.loss_vocab, vocab_size=config.vocab_size, forced=forced)
-  frozen, full = Frozen(embed_VD, head_VD[ids_U]), Frozen(embed_VD, head_VD)
+  num_ids, forced = config.draft_vocab_size or config.vocab_size, target.config.eos_ids
+  ids_U = frequent_ids(examples, size=num_ids, vocab_size=config.vocab_size, forced=forced)
+  frozen = Frozen(embed_VD, head_VD[ids_U])
+  vocabulary = {} if config.draft_vocab_size is None else {'ids': jnp.asarray(ids_U)}
   metrics: dict[str, float] = {}
   for step, packed in zip(
     range(1, recipe.num_steps + 1), epochs(examples, num_rows=recipe.num_rows, seed=recipe.seed), strict=False
@@ -52,9 +53,9 @@ def train(
     state, train_metrics = train_step(state, frozen, packed, network=network, recipe=recipe)
     if step % report_every == 0 or step == recipe.num_steps:
       metrics = {f'train_{name}': float(value) for name, value in train_metrics.items()}
-      metrics |= _held_out(state.params, full, held_out, network, recipe)
-      report(step, Drafter(config, state.params), metrics)
-  return Drafter(config, state.params), metrics
+      metrics |= _held_out(state.params, frozen, held_out, network, recipe)
+      report(step, Drafter(config, state.params | vocabulary), metrics)
+  return Drafter(config, state.params | vocabulary), metrics
 
 
 def init_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], *, seed: int):

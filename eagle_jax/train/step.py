@@ -25,7 +25,6 @@ class Recipe:
   regression_weight: float = 1.0
   cross_entropy_weight: float = 1.0
   feature_noise: float = 0.1  # half-width of the uniform noise on input features
-  loss_vocab: int = 8192  # the softmax of the loss runs over the most frequent ids; the drafter's head is not cut
   seed: int = 0
 
   def optimizer(self) -> optax.GradientTransformation:

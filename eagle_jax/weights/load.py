@@ -25,7 +25,7 @@ def assemble(
   Args:
     tensors: (name, array) pairs, such as `dict.items()`; any float dtype, bfloat16 included.
     table: what the file must hold, and where it goes.
-    dtype: of the resulting arrays.
+    dtype: of the resulting arrays, where the table does not say another.
     mesh: takes each array in its own shards, see `sharding.param_sharding`; None means the default device.
     source: what to call the file in an error.
 
@@ -47,7 +47,7 @@ def assemble(
     if fault is None:
       entry = table.entries[name]
       with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
-        value = entry.to_ours(array).astype(dtype)
+        value = entry.to_ours(array).astype(entry.dtype or dtype)
       if np.isfinite(value).all():
         leaf = (
           jnp.array(value) if mesh is None else jax.device_put(value, param_sharding(entry.path, value.shape, mesh))

@@ -6,7 +6,7 @@ ones it may hold; there is no other leniency (`load.assemble` raises on everythi
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class Entry:
   shape: tuple[int, ...]  # in the file and in our tree alike
   to_ours: Callable[[np.ndarray], np.ndarray] = _same  # keeps the shape
   to_file: Callable[[np.ndarray], np.ndarray] = _same  # its inverse
+  dtype: type | None = None  # in our tree; None: the one that the loader is asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ _HF_PROJECTIONS = {
 
 def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
   """GGUF names of a dense Llama-kind target; `permuted_qk` is `gguf.Architecture.permuted_qk`."""
-  transforms = {}
+  transforms: dict[tuple[str, ...], Any] = {}
   if permuted_qk:
     transforms = {('attn', 'q'): _permuted(config.num_heads), ('attn', 'k'): _permuted(config.num_kv_heads)}
   entries = _outer_entries(config, 'token_embd.weight', 'output_norm.weight', 'output.weight')
@@ -164,4 +165,15 @@ def drafter_table(config: DrafterConfig) -> Table:
     entries[f'{name}.weight'] = Entry(('layer', *place, 'weight'), shape)
     if config.qkv_bias and place in (('attn', 'q'), ('attn', 'k'), ('attn', 'v')):
       entries[f'{name}.bias'] = Entry(('layer', *place, 'bias'), shape[:1])
+  if config.draft_vocab_size is not None:
+    entries['d2t'] = Entry(('ids',), (config.draft_vocab_size,), _ids_of_offsets, _offsets_of_ids, np.int32)
   return Table(entries, frozenset({'embed_tokens.weight', f'{block}.self_attn.rotary_emb.inv_freq'}))
+
+
+def _ids_of_offsets(d2t_U: np.ndarray) -> np.ndarray:
+  """A draft vocabulary as files hold it (EAGLE.md section 2.3): target id minus draft id."""
+  return d2t_U + np.arange(len(d2t_U))
+
+
+def _offsets_of_ids(ids_U: np.ndarray) -> np.ndarray:
+  return ids_U.astype(np.int64) - np.arange(len(ids_U))
