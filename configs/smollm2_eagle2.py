@@ -24,4 +24,4 @@ DRAFTER = DrafterConfig(
   name='smollm2-135m-eagle2',
 )
 DATA = Data(num_shards=20, batch=64, max_prompt=128, max_new_tokens=192, temperatures=(0.0, 1.0, 0.7, 0.0))
-RECIPE = Recipe(num_steps=1600, learning_rate=2e-3, warmup_steps=50)
+RECIPE = Recipe(num_steps=1500)

@@ -117,8 +117,9 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   left out. config.json comes last: a folder without one is not taken for a drafter.
   """
   path = Path(path)
-  tensors = flatten(drafter.params, naming.drafter_table(drafter.config))
-  write_safetensors(path / 'model.safetensors', tensors)
+  table = naming.drafter_table(drafter.config)
+  own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
+  write_safetensors(path / 'model.safetensors', flatten({name: drafter.params[name] for name in own}, table))
   if provenance is not None:
     _write_json(path / 'provenance.json', provenance)
   _write_json(path / 'config.json', folder.drafter_content(drafter.config))

@@ -120,9 +120,10 @@ def test_stream_is_generate(target, drafter, how):
 
 
 def test_text_prompts_are_encoded(target, drafter):
-  ids = [target.tokenizer.encode_prompt('abc'), target.tokenizer.encode_prompt('Hello')]
-  how = {'max_new_tokens': 8, 'policy': SMALL}
-  by_text, by_ids = (decode.generate(target, drafter, p, **how) for p in (['abc', 'Hello'], ids))
+  texts = ['abc', 'Hello', 'é', '!']
+  ids = [target.tokenizer.encode_prompt(text) for text in texts]
+  how = {'max_new_tokens': NUM_NEW, 'policy': SMALL}
+  by_text, by_ids = (decode.generate(target, drafter, p, **how) for p in (texts, ids))
   assert by_text.tokens == by_ids.tokens
 
 
@@ -173,14 +174,14 @@ def test_a_second_call_compiles_nothing(target, drafter):
   def call(prompts, **how):
     return decode.generate(target, drafter, prompts, policy=SMALL, **how)
 
-  first = call(PROMPTS[:2], max_new_tokens=17, eos_ids=[3])
+  first = call(PROMPTS, max_new_tokens=33, eos_ids=[3])
   with compile_events() as events:
     seconds = [
-      call([[9] * 16, [8]], max_new_tokens=24, eos_ids=[4]).stats['compile_s'],
-      call([[7], [8]], max_new_tokens=20, temperature=0.8, eos_ids=[5]).stats['compile_s'],
-      call(
-        [[7], [8]], max_new_tokens=18, temperature=1.0, top_k=4, top_p=0.5, seed=9, row_ids=[8, 1], eos_ids=()
-      ).stats['compile_s'],
+      call([[9] * 16, [8], [1], [2]], max_new_tokens=48, eos_ids=[4]).stats['compile_s'],
+      call([[7], [8], [9], [10]], max_new_tokens=40, temperature=0.8, eos_ids=[5]).stats['compile_s'],
+      call(PROMPTS, max_new_tokens=34, temperature=1.0, top_k=4, top_p=0.5, seed=9, row_ids=[8, 1, 1, 0]).stats[
+        'compile_s'
+      ],
     ]
   assert events == []
   assert seconds == [0, 0, 0]

@@ -281,3 +281,27 @@ def test_the_real_model(smollm2):
   assert (config.num_layers, config.width, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
   assert (config.rope_theta, config.tied_head, config.eos_ids) == (100_000.0, True, (2,))
   assert sum(leaf.size for leaf in jax.tree.leaves(smollm2.params)) == 134_515_008
+
+
+def test_a_draft_vocabulary_comes_back(tmp_path):
+  config = dataclasses.replace(TINY_DRAFTER, draft_vocab_size=4)
+  table = naming.drafter_table(config)
+  tensors = random_tensors(table) | {'d2t': np.array([1, 1, 3, 6], np.int64)}
+  params = assemble(tensors.items(), table, 'float32')
+  assert params['ids'].dtype == jnp.int32
+  assert params['ids'].tolist() == [1, 2, 5, 9]
+  hub.save_drafter(Drafter(config, params), tmp_path / 'drafter')
+  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
+  loaded = hub.load_drafter(tmp_path / 'drafter', target)
+  assert loaded.config == config
+  assert loaded.params['ids'].tolist() == [1, 2, 5, 9]
+
+
+def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path):
+  config = dataclasses.replace(TINY_DRAFTER, draft_vocab_size=4)
+  table = naming.drafter_table(config)
+  params = assemble((random_tensors(table) | {'d2t': np.array([1, 1, 3, 8], np.int64)}).items(), table, 'float32')
+  hub.save_drafter(Drafter(config, params), tmp_path / 'drafter')
+  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
+  with pytest.raises(ValueError, match='d2t leads outside the target vocabulary of 11 ids'):
+    hub.load_drafter(tmp_path / 'drafter', target)

@@ -59,17 +59,21 @@ def train(
 
 
 def init_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], *, seed: int):
-  """Random weights, with `fc` scaled so that embedding and feature weigh the same.
+  """Random weights that start from what is known: the next feature resembles the last one.
 
-  Features are several times larger than embeddings (17 times in SmolLM2-135M): left alone, the token hardly counts in
-  the first thousand steps.
+  `fc` hands on half the feature, the layer's branches start small, and embedding and feature are scaled to weigh the
+  same: features are several times larger (17 times in SmolLM2-135M), and left alone the token would hardly count.
   """
   params = jax.jit(network.init_params)(jax.random.key(seed))
   embed_rms = jnp.sqrt(jnp.square(embed_VD.astype(jnp.float32)).mean())
-  feature_rms = np.sqrt(np.mean([np.square(example.feature.astype(np.float32)).mean() for example in examples]))
+  feature_rms = jnp.float32(np.sqrt(np.mean([np.square(e.feature.astype(np.float32)).mean() for e in examples])))
   width = network.config.width
-  scale_I = jnp.concatenate([jnp.full(width, 1 / embed_rms), jnp.full(width, 1 / jnp.float32(feature_rms))])
-  params['fc']['weight'] = params['fc']['weight'] * scale_I[None]
+  embedding_columns, feature_columns = jnp.split(params['fc']['weight'], 2, axis=1)
+  params['fc']['weight'] = jnp.concatenate(
+    [0.3 * embedding_columns / embed_rms, 0.3 * feature_columns / feature_rms + 0.5 * jnp.eye(width)], axis=1
+  )
+  params['layer']['attn']['o']['weight'] *= 0.1
+  params['layer']['mlp']['down']['weight'] *= 0.1
   return params
 
 
