@@ -79,20 +79,29 @@ def build(target: Target, drafter: Drafter | None, *, policy: str | TreePolicy =
       f'The drafter is for a target of width {drafter.config.width} and vocabulary {drafter.config.vocab_size}; this '
       f'target has {target.config.width} and {target.config.vocab_size}. Load the drafter trained for this target.'
     )
+  num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
+  if (fanout := max(chosen.fanouts)) > num_ids:
+    raise ValueError(
+      f'{chosen.describe()} asks each node for {fanout} children, but the draft vocabulary has {num_ids} ids. '
+      'Lower the fanout, or the ranks of the paths.'
+    )
+  params = drafter.params | _borrowed(target, drafter)
+  return Params(target.params, params), Spec(network, Eagle(drafter.config, params['fc']['weight'].dtype), chosen)
+
+
+def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
+  """The target's embedding and head (by reference; of a draft vocabulary, a copy of its rows), and the head's ids."""
+  mesh = mesh_of(target.params)
+
+  def place(x, name):
+    return jax.device_put(x, None if mesh is None else param_sharding([name, 'weight'], x.shape, mesh))
+
   embed_VD = target.params['embed']['weight']
   head_VD = target.params.get('head', target.params['embed'])['weight']
-  params = {**drafter.params, 'embed': embed_VD, 'head': head_VD}
-  if 'ids' in params:  # a draft vocabulary: only these rows of the head
-    params['head'] = head_VD[params['ids']]
-  else:
-    ids, mesh = np.arange(target.config.vocab_size, dtype=np.int32), mesh_of(target.params)
-    params['ids'] = jax.device_put(ids, None if mesh is None else param_sharding(['ids'], ids.shape, mesh))
-  if (fanout := max(chosen.fanouts)) > params['ids'].shape[0]:
-    raise ValueError(
-      f'{chosen.describe()} asks each node for {fanout} children, but the draft vocabulary has only '
-      f'{params["ids"].shape[0]} ids. Lower the fanout or the ranks of the paths.'
-    )
-  return Params(target.params, params), Spec(network, Eagle(drafter.config, network.dtype), chosen)
+  if 'ids' in drafter.params:
+    return {'embed': embed_VD, 'head': place(head_VD[drafter.params['ids']], 'head'), 'ids': drafter.params['ids']}
+  ids = place(np.arange(target.config.vocab_size, dtype=np.int32), 'ids')
+  return {'embed': embed_VD, 'head': head_VD, 'ids': ids}
 
 
 def _resolve(policy: str | TreePolicy, drafter: Drafter | None) -> TreePolicy:

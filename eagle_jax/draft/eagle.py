@@ -17,23 +17,8 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.grow import Children, Frontier, grow, rerank
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import Attention, Linear, RMSNorm, SwiGLU, embed, head_logits
+from eagle_jax.target.layers import DecoderLayer, Linear, embed, head_logits
 from eagle_jax.tree import DraftTree
-
-
-class EagleLayer(nn.Module):
-  """A decoder layer without input norm (what comes in is normed) and without a final one."""
-
-  config: DrafterConfig
-
-  @nn.compact
-  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
-    c = self.config
-    attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, c.qkv_bias, name='attn')
-    mixed_DR, keys_BGSK, values_BGSK = attention(x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B)
-    x_DR += mixed_DR
-    x_DR += SwiGLU(c.ffn_width, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
-    return x_DR, keys_BGSK, values_BGSK
 
 
 class EagleHead(nn.Module):
@@ -46,7 +31,8 @@ class EagleHead(nn.Module):
     """Writes T rows at `start` and returns their outputs, [D, R], and the cache; its length stays."""
     x_DR = Linear(self.config.width, self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
     visible_BTS = kv_cache.visible(cache.length, mask_BTM, num_slots=cache.num_slots)
-    layer = EagleLayer(self.config, name='layer')
+    # No input norm, for what comes in is normed; and no final one.
+    layer = DecoderLayer(self.config, has_input_norm=False, qkv_bias=self.config.qkv_bias, name='layer')
     out_DR, keys, values = layer(x_DR, position_BT, visible_BTS, cache.keys[0], cache.values[0], start_B)
     return out_DR, KVCache((keys,), (values,), cache.length)
 
@@ -95,8 +81,8 @@ class Eagle:
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, start_B, cache: KVCache):
     """[D, B, T] outputs and the cache, after T rows of (next token, feature)."""
     variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
-    embedding_DR = embed(params['embed'], token_BT.reshape(-1))
-    feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1)
+    embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
+    feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
     inputs = embedding_DR, feature_DR, position_BT, mask_BTM, start_B, cache
     out: Any = EagleHead(self.config).apply(variables, *inputs)
     return out[0].reshape(feature_DBT.shape), out[1]
@@ -138,7 +124,8 @@ class Eagle:
 
   def children(self, params, out_DBW: jax.Array, fanout: int) -> Children:
     """The `fanout` likeliest next tokens after each drafted row; confidences are at temperature 1 (EAGLE.md 4.2)."""
-    logits_UR = head_logits(params['head'], out_DBW.reshape(out_DBW.shape[0], -1))
+    out_DR = out_DBW.reshape(out_DBW.shape[0], -1)
+    logits_UR = head_logits(params['head'], out_DR.astype(params['head'].dtype))
     log_p_RU = jax.nn.log_softmax(logits_UR, axis=0).T
     log_p_RC, index_RC = jax.lax.top_k(log_p_RU, fanout)
     shape = (*out_DBW.shape[1:], fanout)

@@ -146,3 +146,21 @@ class SwiGLU(nn.Module):
     gate_FR = Linear(self.ffn_width, name='gate')(x_DR)
     up_FR = Linear(self.ffn_width, name='up')(x_DR)
     return Linear(x_DR.shape[0], name='down')(nn.silu(gate_FR) * up_FR)
+
+
+class DecoderLayer(nn.Module):
+  """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+  config: Any  # a `TargetConfig` or a `DrafterConfig`
+  has_input_norm: bool = True
+  qkv_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
+    c = self.config
+    attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, self.qkv_bias, name='attn')
+    read_DR = RMSNorm(c.norm_eps, name='attn_norm')(x_DR) if self.has_input_norm else x_DR
+    mixed_DR, keys_BGSK, values_BGSK = attention(read_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B)
+    x_DR += mixed_DR
+    x_DR += SwiGLU(c.ffn_width, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
+    return x_DR, keys_BGSK, values_BGSK

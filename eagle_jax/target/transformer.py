@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache
 from eagle_jax.config import TargetConfig
-from eagle_jax.target.layers import Attention, Embedding, RMSNorm, SwiGLU, head_logits
+from eagle_jax.target.layers import DecoderLayer, Embedding, RMSNorm, head_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +28,6 @@ class Taps(NamedTuple):
   feature: jax.Array  # [D, B, T], last hidden state after the final norm: what the head reads
 
 
-class Layer(nn.Module):
-  """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-  config: TargetConfig
-
-  @nn.compact
-  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
-    c = self.config
-    attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, name='attn')
-    normed_DR = RMSNorm(c.norm_eps, name='attn_norm')(x_DR)
-    mixed_DR, keys_BGSK, values_BGSK = attention(normed_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B)
-    x_DR += mixed_DR
-    x_DR += SwiGLU(c.ffn_width, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
-    return x_DR, keys_BGSK, values_BGSK
-
-
 class Transformer(nn.Module):
   """Llama-kind decoder. `forward` runs T new rows past the cache's length; `logits` is the head, apart from it."""
 
@@ -53,7 +37,7 @@ class Transformer(nn.Module):
   def setup(self):
     c = self.config
     self.embed = Embedding(c.vocab_size, c.width, self.dtype)
-    self.layer = [Layer(c) for _ in range(c.num_layers)]
+    self.layer = [DecoderLayer(c) for _ in range(c.num_layers)]
     self.norm = RMSNorm(c.norm_eps)
     if not c.tied_head:
       self.head = Embedding(c.vocab_size, c.width, self.dtype)
