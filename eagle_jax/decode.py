@@ -282,15 +282,17 @@ def _request(target, params, spec, prompts, max_new_tokens, temperature, top_k, 
     spec=spec,
     max_new_tokens=max_new_tokens,
     sampling=Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-    row_ids=None if row_ids is None else np.asarray(row_ids, np.int32),
-    eos_ids=target.config.eos_ids if eos_ids is None else eos_ids,
+    row_ids=row_ids,
+    eos_ids=eos_ids,
   )
 
 
 def _encode(target: Target, prompts: Any) -> list[list[int]]:
   if isinstance(prompts, str) or not len(prompts):
     raise ValueError(f'prompts is {prompts!r}; a non-empty list is needed: [{prompts!r}] for one prompt.')
-  if isinstance(prompts[0], str):
+  if any(isinstance(prompt, str) for prompt in prompts):
+    if not all(isinstance(prompt, str) for prompt in prompts):
+      raise ValueError('Texts and lists of token ids came mixed: give one kind.')
     if target.tokenizer is None:
       raise ValueError('Text prompts came, but this target has no tokenizer: pass lists of token ids.')
     if '' in prompts:

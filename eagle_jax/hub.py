@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from eagle_jax.draft.drafter import Drafter
@@ -110,16 +112,20 @@ def _require_match(drafter, target) -> None:
     )
 
 
-def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = None) -> None:
+def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = None, *, dtype: Any = None) -> None:
   """Writes a folder that `load_drafter` reads: config.json, model.safetensors, and provenance.json if given.
 
-  Tensors keep their dtype and bear the published names of EAGLE-1/2 heads. What the drafter holds of its target is
-  left out. config.json comes last: a folder without one is not taken for a drafter.
+  Tensors bear the published names of EAGLE-1/2 heads, and are stored in `dtype` (None: as they are). What the drafter
+  holds of its target is left out. config.json comes last: a folder without one is not taken for a drafter.
   """
   path = Path(path)
   table = naming.drafter_table(drafter.config)
   own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
-  write_safetensors(path / 'model.safetensors', flatten({name: drafter.params[name] for name in own}, table))
+  params = jax.tree.map(
+    lambda x: x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x,
+    {name: drafter.params[name] for name in own},
+  )
+  write_safetensors(path / 'model.safetensors', flatten(params, table))
   if provenance is not None:
     _write_json(path / 'provenance.json', provenance)
   _write_json(path / 'config.json', folder.drafter_content(drafter.config))

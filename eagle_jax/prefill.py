@@ -39,7 +39,7 @@ def prefill(
   top_p=1.0,
   seed=0,
   row_ids=None,
-  eos_ids=(),
+  eos_ids=None,
 ) -> DecodeState:
   """Runs the target over padded prompts and draws each row's first token.
 
@@ -56,7 +56,7 @@ def prefill(
     top_p: in (0, 1].
     seed: fixes the text.
     row_ids: [B] i32, key each row's noise; default 0 .. B-1.
-    eos_ids: any of these tokens ends a row.
+    eos_ids: any of these tokens ends a row; default the target's, () for none.
 
   Returns:
     A `DecodeState` for `decode_step` and `decode_loop`.
@@ -83,9 +83,8 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
     raise ValueError(f'max_new_tokens is {max_new_tokens}; at least 1 is needed: prefill itself yields a token.')
   batch, num_prompt = tokens_BL.shape
   num_new = bucket(max_new_tokens)
-  row_ids = np.arange(batch) if row_ids is None else row_ids
-  as_array = jnp.asarray if isinstance(row_ids, jax.Array) else np.asarray  # one kind for the default and for a list
-  row_id_B = as_array(row_ids, np.int32)
+  row_id_B = jnp.asarray(np.arange(batch) if row_ids is None else row_ids, jnp.int32)
+  eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
   limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
   static = {'spec': spec, 'num_slots': bucket(num_prompt + num_new + spec.num_scratch), 'num_new': num_new}
   return (params, tokens_BL, length_B, row_id_B, sampling, limits), static

@@ -7,10 +7,10 @@ import hashlib
 import json
 import runpy
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import entry
-import jax
 from absl import flags
 from tqdm import tqdm
 
@@ -39,14 +39,15 @@ def main(_):
     'data': repr(config['DATA']),
     'recipe': repr(config['RECIPE']),
     'num_answer_tokens': int(sum(len(example.token) - example.num_prompt for example in examples)),
-    'versions': {'jax': jax.__version__, 'eagle_jax': '0.1.0'},
+    'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'flax', 'optax')},
   }
   progress = tqdm(total=config['RECIPE'].num_steps, desc='steps')
 
   def report(step, drafter, metrics):
     progress.update(step - progress.n)
     progress.set_postfix(top1=f'{metrics["top1"]:.3f}', cross_entropy=f'{metrics["cross_entropy"]:.3f}')
-    eagle_jax.save_drafter(drafter, out / 'drafter', provenance | {'step': step, 'metrics': metrics})
+    own = provenance | {'step': step, 'metrics': metrics}
+    eagle_jax.save_drafter(drafter, out / 'drafter', own, dtype='bfloat16')
 
   settings = {'report': report, 'report_every': FLAGS.report_every}
   _, metrics = train(target, config['DRAFTER'], examples, held_out, config['RECIPE'], **settings)

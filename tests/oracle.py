@@ -60,6 +60,7 @@ class OracleTarget:
   """A `target.TargetNetwork`: tokens lie in the cache as keys, positions as values."""
 
   vocab_size: int = 13
+  eos_ids: tuple[int, ...] = ()
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
     return kv_cache.init(num_layers=1, batch=batch, num_kv_heads=1, num_slots=num_slots, head_dim=1, dtype=jnp.float32)

@@ -305,3 +305,14 @@ def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path):
   target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
   with pytest.raises(ValueError, match='d2t leads outside the target vocabulary of 11 ids'):
     hub.load_drafter(tmp_path / 'drafter', target)
+
+
+def test_a_drafter_can_be_stored_in_half_the_bytes(tmp_path):
+  table = naming.drafter_table(TINY_DRAFTER)
+  params = assemble(random_tensors(table).items(), table, 'float32')
+  hub.save_drafter(Drafter(TINY_DRAFTER, params), tmp_path / 'drafter', dtype='bfloat16')
+  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
+  loaded = hub.load_drafter(tmp_path / 'drafter', target)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(a.astype('bfloat16').astype('float32'), b), params, loaded.params
+  )

@@ -13,6 +13,11 @@ class TargetNetwork(Protocol):
   @property
   def vocab_size(self) -> int: ...
 
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    """Tokens that end a row unless the caller says others."""
+    ...
+
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
     """An empty cache."""
     ...

@@ -86,6 +86,10 @@ class TransformerTarget:
   def vocab_size(self) -> int:
     return self.config.vocab_size
 
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    return self.config.eos_ids
+
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
     c = self.config
     return kv_cache.init(
