@@ -2,7 +2,8 @@
 
     python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2
 
-PLACEHOLDER
+Expected: held-out top-1 agreement 0.45, tau 2.3 with the paper's tree on five greedy prompts, 1.64 with a chain of 3;
+8.5 MB. Time on two cores: 23 minutes for 165,000 tokens of answers (124 to 166 tokens/s), 15 for the steps.
 """
 
 from eagle_jax.config import DrafterConfig

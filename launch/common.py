@@ -18,7 +18,7 @@ flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Of parameters an
 flags.DEFINE_enum('policy', 'auto', ['auto', 'plain', 'chain', 'static', 'dynamic'], 'How the tree is drafted.')
 for size, meaning in SIZES.items():
   flags.DEFINE_integer(size, None, meaning, lower_bound=1)
-flags.DEFINE_integer('max_new_tokens', 128, 'New tokens a prompt, at most.', lower_bound=1)
+flags.DEFINE_integer('max_new_tokens', 128, 'Tokens: new ones a prompt, at most.', lower_bound=1)
 flags.DEFINE_float('temperature', 0.0, 'Of the softmax that tokens are drawn from; 0 is greedy.')
 flags.DEFINE_integer('top_k', 0, 'Draw from the k likeliest tokens; 0 keeps all.')
 flags.DEFINE_float('top_p', 1.0, 'Draw from the smallest set that holds this probability; in (0, 1].')

@@ -14,6 +14,7 @@ from eagle_jax import decode
 from eagle_jax.text import read_prompts
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(common)  # so that --help explains them
 flags.DEFINE_string('prompt', None, 'The prompt.')
 flags.DEFINE_string('batch_file', None, 'One prompt a line, or JSON Lines with `prompt`; decoded as one batch.')
 flags.DEFINE_bool('stream', True, 'Show the text as it comes (a single --prompt, without --json).')

@@ -32,6 +32,9 @@ class Letters:
   def encode_prompt(self, text):
     return [ord(letter) - ord('a') for letter in text]
 
+  def decode(self, ids):
+    return ' '.join(map(str, ids))
+
 
 @pytest.fixture(scope='module')
 def target():
