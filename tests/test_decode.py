@@ -336,3 +336,33 @@ def test_a_drafter_of_another_target(target, field, size):
     ValueError, match=f'width {other.config.width} and vocabulary {other.config.vocab_size}.*trained for'
   ):
     decode.generate(target, other, PROMPTS, policy=SMALL)
+
+
+@pytest.mark.parametrize('drafter_dtype', [jnp.bfloat16, jnp.float32])
+def test_a_bfloat16_target_takes_a_drafter_of_either_dtype(drafter_dtype):
+  def cast(model, dtype):
+    return dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(dtype), model.params))
+
+  target, drafter = cast(tiny.target(), jnp.bfloat16), cast(tiny.drafter(), drafter_dtype)
+  out = decode.generate(target, drafter, PROMPTS[:1], max_new_tokens=8, policy=SMALL, eos_ids=())
+  assert len(out.tokens[0]) == 8
+
+
+def test_a_draft_vocabulary_drafts_only_its_ids_and_changes_no_text(target, drafter):
+  ids = jnp.array([3, 7, 20, 21, 40, 41, 60, 96], jnp.int32)
+  config = dataclasses.replace(drafter.config, draft_vocab_size=8)
+  small = dataclasses.replace(drafter, config=config, params=drafter.params | {'ids': ids})
+  plain = decode.generate(target, None, PROMPTS, max_new_tokens=16, temperature=1.0, eos_ids=())
+  out = decode.generate(target, small, PROMPTS, max_new_tokens=16, temperature=1.0, eos_ids=(), policy=SMALL)
+  assert out.tokens == plain.tokens
+  params, spec = decode.build(target, small, policy=SMALL)
+  state = spec.drafter.init(1, 32)
+  tree, _ = spec.drafter.propose(params.drafter, state, jnp.array([5]), SMALL)
+  assert set(tree.token[0, 1:].tolist()) <= set(ids.tolist())
+  with pytest.raises(ValueError, match='10 children.*draft vocabulary has 8 ids'):
+    decode.build(target, small, policy=DynamicTree())
+
+
+def test_texts_and_ids_do_not_mix(target, drafter):
+  with pytest.raises(ValueError, match='mixed'):
+    decode.generate(target, drafter, ['Why?', [1, 2]])

@@ -1,4 +1,4 @@
-"""Training data: the target answers prompts, and what it felt at every token is kept.
+"""Training data: the target answers prompts, and its features at every token are kept.
 
 Answers come from the decode loop itself. A `Recorder` stands where a drafter would: it drafts nothing, and what a
 drafter would absorb (the features of the committed rows) it writes down.
