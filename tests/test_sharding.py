@@ -102,6 +102,7 @@ def on_meshes():
   return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', MESHES)
 @pytest.mark.parametrize('case', CASES)
 def test_sharded_is_unsharded(on_meshes, case, mesh):
@@ -109,11 +110,13 @@ def test_sharded_is_unsharded(on_meshes, case, mesh):
   assert on_meshes['cases'][case][mesh] == on_meshes['cases'][case]['none']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', ['none', *MESHES])
 def test_a_stream_is_its_batch_row(on_meshes, mesh):
   assert on_meshes['streams'][mesh] == on_meshes['cases']['chain 1 greedy']['none'][0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', MESHES)
 def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
   before, after = on_meshes['layouts'][mesh]
@@ -127,11 +130,13 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
   }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_at_all(on_meshes):
   for case in ('chain 8 greedy', 'dynamic 8 greedy', 'dynamic 8 sampled'):
     assert sum(map(sum, on_meshes['cases'][case]['none'][1])) > 0
 
 
+@pytest.mark.slow
 def test_each_device_holds_its_share(on_meshes):
   places = on_meshes['places']['2x4']
   assert places['target/embed/weight'] == [[16, 32], [4, 32]]
