@@ -17,6 +17,7 @@ def run(main):
     log.setLevel(logging.INFO)
     log.propagate = False
     log.addHandler(logging.StreamHandler(sys.stderr))
+    logging.getLogger('jax').setLevel(logging.WARNING)  # which backends it looked for is no news
     jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
     try:
       main(argv)
