@@ -22,7 +22,7 @@ from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop, decode_step, result
-from eagle_jax.prefill import bucket, prefill, prepare, run_prefill
+from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, param_sharding
@@ -271,10 +271,7 @@ def _request(target, params, spec, prompts, max_new_tokens, temperature, top_k, 
   _check(target, ids, max_new_tokens, temperature, top_k, top_p, seed)
   if row_ids is not None and len(row_ids) != len(ids):
     raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
-  length_B = np.asarray([len(row) for row in ids], np.int32)
-  tokens_BL = np.zeros((len(ids), bucket(length_B.max())), np.int32)
-  for row_L, row in zip(tokens_BL, ids, strict=True):
-    row_L[: len(row)] = row
+  tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
   return prepare(
     params,
     tokens_BL,

@@ -1,6 +1,7 @@
 """Prompt to the first `DecodeState`: one target pass over all prompt tokens, and the first new token."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,15 @@ def bucket(size: int) -> int:
       return power + power // 2
     power *= 2
   return power
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.ndarray, np.ndarray]:
+  """Prompts padded at the end to the bucket of `max_prompt`, [B, L] i32, and their lengths, [B] i32; in NumPy."""
+  length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
+  tokens_BL = np.zeros((len(prompts), bucket(max_prompt)), np.int32)
+  for row_L, prompt in zip(tokens_BL, prompts, strict=True):
+    row_L[: len(prompt)] = prompt
+  return tokens_BL, length_B
 
 
 def prefill(

@@ -18,7 +18,7 @@ from eagle_jax import cache as kv_cache
 from eagle_jax.draft.drafter import NoDrafter
 from eagle_jax.draft.policy import Plain
 from eagle_jax.loop import decode_loop
-from eagle_jax.prefill import bucket, prefill
+from eagle_jax.prefill import pad_prompts, prefill
 from eagle_jax.state import Params, Spec
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
@@ -71,10 +71,7 @@ def answer(
   width = target.config.width
   spec = Spec(TransformerTarget(target.config), Recorder(width), Plain())
   params = Params(target.params, ())
-  length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
-  tokens_BL = np.zeros((len(prompts), bucket(data.max_prompt)), np.int32)
-  for row_L, prompt in zip(tokens_BL, prompts, strict=True):
-    row_L[: len(prompt)] = prompt
+  tokens_BL, length_B = pad_prompts(prompts, data.max_prompt)
   state = prefill(
     params,
     tokens_BL,
