@@ -43,7 +43,7 @@ def commit(
   newest_B = jnp.take_along_axis(verdict.token, jnp.maximum(emitted_B - 1, 0)[:, None], axis=1, mode='clip')[:, 0]
 
   # A row absorbs (feature of a path node, token after it): the drafter's one-token shift.
-  taps_P = jax.tree.map(lambda x: _nodes_of_path(x, verdict.path), taps)
+  taps_P = at_rows(taps, verdict.path)
   drafter = spec.drafter.absorb(params.drafter, drafter, verdict.token, taps_P, emitted_B)
   num_tokens_B = state.num_tokens + emitted_B
   is_over_B = (num_tokens_B >= state.limits.max_new_tokens) | is_eos(newest_B, state.limits)
@@ -61,7 +61,11 @@ def commit(
   ).constrained()
 
 
-def _nodes_of_path(x: jax.Array, path_BP: jax.Array) -> jax.Array:
-  """[..., B, P] of [..., B, T]: what lies at the path's nodes."""
-  index = path_BP.reshape((1,) * (x.ndim - 2) + path_BP.shape)
-  return jnp.take_along_axis(x, index, axis=-1, mode='clip')
+def at_rows(taps: Any, row_BP: jax.Array) -> Any:
+  """Taps [..., B, P] of taps [..., B, T]: what the target showed at these of its rows."""
+
+  def take(x):
+    index = row_BP.reshape((1,) * (x.ndim - 2) + row_BP.shape)
+    return jnp.take_along_axis(x, index, axis=-1, mode='clip')
+
+  return jax.tree.map(take, taps)

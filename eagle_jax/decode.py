@@ -8,7 +8,6 @@
 Requests are checked, and padded in NumPy, before any tracing.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -25,7 +24,7 @@ from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import mesh_of, param_sharding
+from eagle_jax.sharding import mesh_of, param_sharding, using
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.text import Detokenizer
@@ -155,7 +154,7 @@ def generate(
   arguments, static = _request(
     target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
   )
-  with _mesh_of(target):
+  with using(mesh_of(target.params)):
     run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
     start = time.perf_counter()
     state = jax.block_until_ready(run(*arguments))
@@ -230,7 +229,7 @@ class Stream(Iterator[Chunk]):
     return _stats([self._num_tokens], [self._num_passes], self._spec, self._seconds)
 
   def _make_chunks(self, target: Target, params: Params, arguments: tuple, static: dict[str, Any]) -> Iterator[Chunk]:
-    with _mesh_of(target):
+    with using(mesh_of(target.params)):
       run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
       start = time.perf_counter()
       state = run(*arguments)
@@ -241,7 +240,7 @@ class Stream(Iterator[Chunk]):
     yield chunk
     while not is_done:
       start = time.perf_counter()
-      with _mesh_of(target):
+      with using(mesh_of(target.params)):
         state = run(params, state)
       chunk, is_done = self._chunk(state)
       self._seconds['decode_s'] += time.perf_counter() - start
@@ -257,12 +256,6 @@ class Stream(Iterator[Chunk]):
     if self._detokenizer:
       text = self._detokenizer.push(tokens) + (self._detokenizer.flush() if is_done else '')
     return Chunk(text, tokens, int(num_accepted_N[num_passes - 1]) if num_passes else 0), bool(is_done)
-
-
-def _mesh_of(target: Target) -> contextlib.AbstractContextManager:
-  """The mesh that the target's parameters live on, as the context of compiling and running."""
-  mesh = mesh_of(target.params)
-  return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def _request(target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids):

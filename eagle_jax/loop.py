@@ -15,13 +15,14 @@ from eagle_jax.verify import Verdict, verify
 def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, max_depth: int) -> Verdict:
   """`verify` of every row, by the target's own choices; tokens are drawn only at nodes that the walk reaches."""
 
-  def verify_row(tree, logits_VT, row_id, length):
+  def verify_row(tree, logits_VT, sampling, row_id, length):
     def choose_after(node, node_depth):
-      return choose(logits_VT[:, node], state.sampling, row_id, length + node_depth + 1)
+      return choose(logits_VT[:, node], sampling, row_id, length + node_depth + 1)
 
     return verify(tree, choose_after, max_depth=max_depth)
 
-  return jax.vmap(verify_row, in_axes=(0, 1, 0, 0))(tree, logits_VBT, state.row_id, state.cache.length)
+  in_axes = (0, 1, state.sampling.row_axes(), 0, 0)
+  return jax.vmap(verify_row, in_axes)(tree, logits_VBT, state.sampling, state.row_id, state.cache.length)
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
@@ -32,8 +33,7 @@ def decode_step(params: Params, state: DecodeState, *, spec: Spec) -> DecodeStat
   mask_BTT = jax.vmap(functools.partial(ancestor_mask, max_depth=max_depth))(tree.parent)
   position_BT = state.cache.length[:, None] + jax.vmap(depth)(mask_BTT)
   taps, cache = spec.target.forward(params.target, tree.token, position_BT, mask_BTT, state.cache)
-  features_DR = taps.feature.reshape(taps.feature.shape[0], -1)
-  logits_VBT = spec.target.logits(params.target, features_DR).reshape(-1, *tree.token.shape)
+  logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_rows(tree, logits_VBT, state, max_depth=max_depth)
   return commit(params, state, verdict, taps, cache, drafter, spec=spec)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.commit import is_eos
+from eagle_jax.commit import at_rows, is_eos
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.state import DecodeState, Limits, Params, Spec
 from eagle_jax.tree import NO_TOKEN
@@ -114,9 +114,9 @@ def run_prefill(
   causal_BLL = jnp.broadcast_to(jnp.tri(num_prompt, dtype=bool), (batch, num_prompt, num_prompt))
   cache = spec.target.init_cache(batch, num_slots)
   taps, cache = spec.target.forward(params.target, tokens_BL, position_BL, causal_BLL, cache)
-  newest_DB = jnp.take_along_axis(taps.feature, (length_B - 1)[None, :, None], axis=2, mode='clip')[..., 0]
-  logits_VB = spec.target.logits(params.target, newest_DB)
-  root_B = jax.vmap(choose, in_axes=(1, None, 0, 0))(logits_VB, sampling, row_id_B, length_B)
+  newest = at_rows(taps, (length_B - 1)[:, None])
+  logits_VB = spec.target.logits(params.target, newest)[..., 0]
+  root_B = jax.vmap(choose, in_axes=(1, sampling.row_axes(), 0, 0))(logits_VB, sampling, row_id_B, length_B)
 
   drafter = spec.drafter.init(batch, num_slots)
   next_BL = jnp.roll(tokens_BL, -1, axis=1).at[jnp.arange(batch), length_B - 1].set(root_B, mode='clip')

@@ -5,7 +5,7 @@ of the token being drawn (seed, row id, absolute position), not to a tree node o
 whatever is drafted, and temperature 0 is greedy decoding in the same program.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 class Sampling(NamedTuple):
   """How tokens are drawn. Every field is traced: another temperature or seed compiles nothing."""
 
-  temperature: jax.Array  # [] f32, 0 is greedy
+  temperature: jax.Array  # [] f32, 0 is greedy; or [B], one a row
   top_k: jax.Array  # [] i32, 0 keeps all
   top_p: jax.Array  # [] f32, in (0, 1]; 1 keeps all
   seed: jax.Array  # [] i32
@@ -23,6 +23,11 @@ class Sampling(NamedTuple):
   def of(cls, *, temperature=0.0, top_k=0, top_p=1.0, seed=0) -> 'Sampling':
     """From Python numbers or traced scalars."""
     return cls(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.int32(seed))
+
+  def row_axes(self) -> Any:
+    """`vmap`'s axes over rows: what all rows share stays a scalar, and its branches stay branches."""
+    axes: Any = [0 if field.ndim else None for field in self]
+    return Sampling(*axes)
 
 
 def position_noise(seed, row_id, position, *, vocab_size: int) -> jax.Array:
@@ -62,7 +67,7 @@ def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
   order_V = _order(logits_V)
   need_k = jnp.where(sampling.top_k > 0, sampling.top_k, logits_V.shape[0]).astype(jnp.float32)
   keep_V = order_V >= _threshold(order_V, jnp.ones_like(logits_V), need_k)
-  scaled_V = jnp.where(keep_V, logits_V, -jnp.inf) / sampling.temperature
+  scaled_V = jnp.where(keep_V, logits_V, -jnp.inf) / jnp.maximum(sampling.temperature, 1e-6)  # greedy keeps its token
   keep_p_V = order_V >= _threshold(order_V, jax.nn.softmax(scaled_V), sampling.top_p)
   return jnp.where(sampling.top_p < 1, keep_V & keep_p_V, keep_V)
 
@@ -70,8 +75,8 @@ def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 def choose(logits_V: jax.Array, sampling: Sampling, row_id: jax.Array, position: jax.Array) -> jax.Array:
   """[] i32: the target's own token at `position`, the same for every tree that leads there.
 
-  Noise and filters are computed only where they can matter; the two `cond`s depend on scalars that no `vmap` over rows
-  touches, so they stay branches.
+  Noise and filters are computed only where they can matter. Filters hang on scalars that no `vmap` over rows touches,
+  so they stay a branch; so does the noise, unless every row has a temperature of its own.
 
   Args:
     logits_V: [V] f32.
@@ -79,11 +84,10 @@ def choose(logits_V: jax.Array, sampling: Sampling, row_id: jax.Array, position:
     row_id, position: [] i32, see `position_noise`.
   """
 
-  def sample(logits_V):
-    is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
-    keep_V = jax.lax.cond(is_filtered, lambda x: keep(x, sampling), lambda x: jnp.ones(x.shape, bool), logits_V)
-    noise_V = position_noise(sampling.seed, row_id, position, vocab_size=logits_V.shape[0])
-    return jnp.where(keep_V, logits_V, -jnp.inf) + sampling.temperature * noise_V
+  def noise():
+    return sampling.temperature * position_noise(sampling.seed, row_id, position, vocab_size=logits_V.shape[0])
 
-  perturbed_V = jax.lax.cond(sampling.temperature > 0, sample, lambda x: x, logits_V)
-  return jnp.argmax(perturbed_V).astype(jnp.int32)
+  is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
+  kept_V = jax.lax.cond(is_filtered, lambda: jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf), lambda: logits_V)
+  noise_V = jax.lax.cond(sampling.temperature > 0, noise, lambda: jnp.zeros_like(logits_V))
+  return jnp.argmax(kept_V + noise_V).astype(jnp.int32)

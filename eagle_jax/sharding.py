@@ -4,6 +4,7 @@ Nothing else names a mesh axis. A mesh has up to two: 'data' splits batch rows, 
 feed-forward width and the vocabulary (Megatron-LM, arXiv:1909.08053).
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,15 +62,22 @@ def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> Nam
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
-  """`param_sharding` of every leaf of a nested dict: what `jax.device_put` takes."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: param_sharding([key.key for key in path], leaf.shape, mesh), params
-  )
+  """`param_sharding` of every leaf of nested dicts, or of what is made of them, such as an optimizer's state."""
+
+  def sharding(path, leaf):
+    return param_sharding([str(getattr(key, 'key', '')) for key in path], leaf.shape, mesh)
+
+  return jax.tree_util.tree_map_with_path(sharding, params)
 
 
 def mesh_of(params: Any) -> Mesh | None:
   """The mesh that parameters live on, or None for a single device."""
   return getattr(getattr(jax.tree.leaves(params)[0], 'sharding', None), 'mesh', None)
+
+
+def using(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+  """The mesh as the context of compiling and running; nothing on a single device."""
+  return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:

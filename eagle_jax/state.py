@@ -42,7 +42,7 @@ class Spec:
 class Limits(NamedTuple):
   """When a row ends. Traced; the number of EOS slots is static."""
 
-  max_new_tokens: jax.Array  # [] i32, the first token (from prefill) included
+  max_new_tokens: jax.Array  # [] i32, or [B], one a row; the first token (from prefill) included
   eos: jax.Array  # [E] i32, any of them ends a row; NO_TOKEN fills unused slots
 
 

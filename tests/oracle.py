@@ -75,8 +75,9 @@ class OracleTarget:
     hash_BT = jnp.where(seen_BTS, part_BS[:, None], jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32)
     return Taps(pack(hash_BT)), KVCache((keys,), (values,), cache.length)
 
-  def logits(self, params, feature_2R: jax.Array) -> jax.Array:
-    return hash_logits(unpack(feature_2R), vocab_size=self.vocab_size)
+  def logits(self, params, taps: Taps) -> jax.Array:
+    hash_BT = unpack(taps.feature)
+    return hash_logits(hash_BT.reshape(-1), vocab_size=self.vocab_size).reshape(-1, *hash_BT.shape)
 
 
 class Memory(NamedTuple):

@@ -17,7 +17,7 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.grow import Children, Frontier, grow, rerank
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import DecoderLayer, Linear, embed, head_logits
+from eagle_jax.target.layers import DecoderLayer, Linear, Mix, embed, head_logits, over_cache
 from eagle_jax.tree import DraftTree
 
 
@@ -27,14 +27,12 @@ class EagleHead(nn.Module):
   config: DrafterConfig
 
   @nn.compact
-  def __call__(self, embedding_DR, feature_DR, position_BT, mask_BTM, start_B, cache: KVCache):
-    """Writes T rows at `start` and returns their outputs, [D, R], and the cache; its length stays."""
+  def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
+    """Outputs of the rows, [D, R], and the memory that `mix` returns."""
     x_DR = Linear(self.config.width, self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
-    visible_BTS = kv_cache.visible(cache.length, mask_BTM, num_slots=cache.num_slots)
     # No input norm, for what comes in is normed; and no final one.
     layer = DecoderLayer(self.config, has_input_norm=False, qkv_bias=self.config.qkv_bias, name='layer')
-    out_DR, keys, values = layer(x_DR, position_BT, visible_BTS, cache.keys[0], cache.values[0], start_B)
-    return out_DR, KVCache((keys,), (values,), cache.length)
+    return layer(x_DR, position_BT, mix)
 
 
 class EagleState(NamedTuple):
@@ -74,18 +72,27 @@ class Eagle:
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     row_D1 = jnp.zeros((self.config.width, 1), self.dtype)
-    position_BT, mask_BTM = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
-    cache = self.init(1, 1).cache
-    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, mask_BTM, cache.length, cache)['params']
+    position_BT = jnp.zeros((1, 1), jnp.int32)
 
-  def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, start_B, cache: KVCache):
-    """[D, B, T] outputs and the cache, after T rows of (next token, feature)."""
+    def mix(q_BGJTK, k_BGTK, v_BGTK):
+      return q_BGJTK, None
+
+    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, mix)['params']
+
+  def rows(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
+    """[D, B, T] outputs of T rows of (next token, feature), and the memory that `mix` returns."""
     variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
-    inputs = embedding_DR, feature_DR, position_BT, mask_BTM, start_B, cache
-    out: Any = EagleHead(self.config).apply(variables, *inputs)
+    out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, mix)
     return out[0].reshape(feature_DBT.shape), out[1]
+
+  def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, start_B, cache: KVCache):
+    """`rows` written to the cache at `start`, past its length, which stays; `mask_BTM` as in `cache.visible`."""
+    visible_BTS = kv_cache.visible(cache.length, mask_BTM, num_slots=cache.num_slots)
+    mix = over_cache(cache.keys[0], cache.values[0], visible_BTS, start_B)
+    out_DBT, (keys, values) = self.rows(params, token_BT, feature_DBT, position_BT, mix)
+    return out_DBT, KVCache((keys,), (values,), cache.length)
 
   def absorb(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
     """Takes in the first `count` of P committed rows a batch row; see `draft.DraftNetwork.absorb`."""

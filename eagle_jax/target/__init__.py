@@ -26,6 +26,6 @@ class TargetNetwork(Protocol):
     """Taps ([..., B, T] arrays) of T new rows, written past each row's length; see `Transformer.forward`."""
     ...
 
-  def logits(self, params, feature_DR: jax.Array) -> jax.Array:
-    """[V, R] f32, next-token logits."""
+  def logits(self, params, taps: Any) -> jax.Array:
+    """[V, B, T] f32, next-token logits after the rows of these taps."""
     ...

@@ -4,6 +4,7 @@ Activations are columns, [D, R]: one column a row of work, R = B x T. With weigh
 rows is then `W @ x`, the one product that XLA:CPU runs at memory speed for 1 to 8 rows; accelerators are indifferent.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax import cache as kv_cache
+
+HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
+FEW_ROWS = 16
 
 
 def _precision(dtype):
@@ -91,6 +95,22 @@ def rotate(x_HKR: jax.Array, position_R: jax.Array, *, theta: float) -> jax.Arra
   return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=1).astype(x_HKR.dtype)
 
 
+def scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
+  """[B, G, J, T, S] f32: scaled dot products of queries, J of them a key-value head, with keys."""
+  how: Any = {'precision': _precision(q_BGJTK.dtype), 'preferred_element_type': jnp.float32}
+  if q_BGJTK.shape[3] > FEW_ROWS:
+    score_BGJTS = jnp.einsum('bgjtk,bgsk->bgjts', q_BGJTK, keys_BGSK, **how)
+  else:  # keys on the left: XLA:CPU reads them in place, 2 to 5 times faster
+    score_BGJTS = jnp.einsum('bgsk,bgjtk->bgsjt', keys_BGSK, q_BGJTK, **how).transpose(0, 1, 3, 4, 2)
+  return score_BGJTS * (q_BGJTK.shape[-1] ** -0.5)
+
+
+def mixed(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
+  """[B, G, J, T, K]: values in the proportions of the weights."""
+  weight_BGJTS = weight_BGJTS.astype(values_BGSK.dtype)
+  return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=_precision(values_BGSK.dtype))
+
+
 def attend(q_BGJTK: jax.Array, keys_BGSK: jax.Array, values_BGSK: jax.Array, visible_BTS: jax.Array) -> jax.Array:
   """Grouped-query attention of T new rows over all slots, [B, G, J, T, K]; scores and softmax in float32.
 
@@ -99,17 +119,26 @@ def attend(q_BGJTK: jax.Array, keys_BGSK: jax.Array, values_BGSK: jax.Array, vis
     keys_BGSK, values_BGSK: one layer of the cache, the new rows written already.
     visible_BTS: bool, see `cache.visible`.
   """
-  precision = _precision(q_BGJTK.dtype)
-  score = jnp.einsum(
-    'bgjtk,bgsk->bgjts', q_BGJTK, keys_BGSK, precision=precision, preferred_element_type=jnp.float32
-  ) * (q_BGJTK.shape[-1] ** -0.5)
-  score = jnp.where(visible_BTS[:, None, None], score, jnp.finfo(jnp.float32).min)
-  weight = jax.nn.softmax(score).astype(values_BGSK.dtype)
-  return jnp.einsum('bgjts,bgsk->bgjtk', weight, values_BGSK, precision=precision)
+  score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, keys_BGSK), HIDDEN)
+  return mixed(jax.nn.softmax(score_BGJTS), values_BGSK)
+
+
+# What attention looks at: (queries [B, G, J, T, K], new keys and values [B, G, T, K]) -> (mixed values, memory).
+Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def over_cache(keys_BGSK: jax.Array, values_BGSK: jax.Array, visible_BTS: jax.Array, start_B: jax.Array) -> Mix:
+  """Writes the new rows at each row's `start`, then attends to what is visible. Memory: the keys and values so far."""
+
+  def mix(q_BGJTK, k_BGTK, v_BGTK):
+    keys, values = kv_cache.write(keys_BGSK, k_BGTK, start_B), kv_cache.write(values_BGSK, v_BGTK, start_B)
+    return attend(q_BGJTK, keys, values, visible_BTS), (keys, values)
+
+  return mix
 
 
 class Attention(nn.Module):
-  """Self-attention of new rows over the cache they are first written to."""
+  """Self-attention of new rows; `mix` says over what."""
 
   num_heads: int
   num_kv_heads: int
@@ -118,22 +147,20 @@ class Attention(nn.Module):
   qkv_bias: bool = False
 
   @nn.compact
-  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
+  def __call__(self, x_DR, position_BT, mix: Mix):
     (B, T), G, K = position_BT.shape, self.num_kv_heads, self.head_dim
     J, position_R = self.num_heads // G, position_BT.reshape(-1)
 
     def project(name, heads):
       return Linear(heads * K, self.qkv_bias, name=name)(x_DR).reshape(heads, K, B * T)
 
-    q = rotate(project('q', self.num_heads), position_R, theta=self.rope_theta)
-    k = rotate(project('k', G), position_R, theta=self.rope_theta)
-    v = project('v', G)
-    keys_BGSK = kv_cache.write(keys_BGSK, k.reshape(G, K, B, T).transpose(2, 0, 3, 1), start_B)
-    values_BGSK = kv_cache.write(values_BGSK, v.reshape(G, K, B, T).transpose(2, 0, 3, 1), start_B)
-    q_BGJTK = q.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
-    out_BGJTK = attend(q_BGJTK, keys_BGSK, values_BGSK, visible_BTS)
+    q_BGJTK = rotate(project('q', self.num_heads), position_R, theta=self.rope_theta)
+    q_BGJTK = q_BGJTK.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
+    k, v = rotate(project('k', G), position_R, theta=self.rope_theta), project('v', G)
+    k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k, v))
+    out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
     out_CR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(self.num_heads * K, B * T)
-    return Linear(x_DR.shape[0], name='o')(out_CR), keys_BGSK, values_BGSK
+    return Linear(x_DR.shape[0], name='o')(out_CR), memory
 
 
 class SwiGLU(nn.Module):
@@ -156,11 +183,12 @@ class DecoderLayer(nn.Module):
   qkv_bias: bool = False
 
   @nn.compact
-  def __call__(self, x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B):
+  def __call__(self, x_DR, position_BT, mix: Mix):
+    """[D, R], and the memory that `mix` returns."""
     c = self.config
     attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, self.qkv_bias, name='attn')
     read_DR = RMSNorm(c.norm_eps, name='attn_norm')(x_DR) if self.has_input_norm else x_DR
-    mixed_DR, keys_BGSK, values_BGSK = attention(read_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, start_B)
+    mixed_DR, memory = attention(read_DR, position_BT, mix)
     x_DR += mixed_DR
     x_DR += SwiGLU(c.ffn_width, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
-    return x_DR, keys_BGSK, values_BGSK
+    return x_DR, memory

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache
 from eagle_jax.config import TargetConfig
-from eagle_jax.target.layers import DecoderLayer, Embedding, RMSNorm, head_logits
+from eagle_jax.target.layers import DecoderLayer, Embedding, RMSNorm, head_logits, over_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +52,19 @@ class Transformer(nn.Module):
     """
     visible_BTS = kv_cache.visible(cache.length, mask_BTT, num_slots=cache.num_slots)
     x_DR = self.embed(token_BT.reshape(-1))
-    keys, values = [], []
+    layers = []
     for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
-      x_DR, keys_BGSK, values_BGSK = layer(x_DR, position_BT, visible_BTS, keys_BGSK, values_BGSK, cache.length)
-      keys.append(keys_BGSK)
-      values.append(values_BGSK)
+      x_DR, kv = layer(x_DR, position_BT, over_cache(keys_BGSK, values_BGSK, visible_BTS, cache.length))
+      layers.append(kv)
+    keys, values = zip(*layers, strict=True)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
-    return Taps(feature_DBT), KVCache(tuple(keys), tuple(values), cache.length)
+    return Taps(feature_DBT), KVCache(keys, values, cache.length)
 
-  def logits(self, feature_DR: jax.Array) -> jax.Array:
-    """[V, R] f32, next-token logits of normed features."""
+  def logits(self, taps: Taps) -> jax.Array:
+    """[V, B, T] f32, next-token logits of normed features."""
     head = self.embed if self.config.tied_head else self.head
-    return head_logits(head.weight, feature_DR)
+    width, *rows = taps.feature.shape
+    return head_logits(head.weight, taps.feature.reshape(width, -1)).reshape(-1, *rows)
 
   def score(self, token_BL: jax.Array) -> jax.Array:
     """[V, B, L] f32, logits after every token of whole sequences: no cache to keep, as in training and parity tests."""
@@ -72,7 +73,7 @@ class Transformer(nn.Module):
     causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
     cache = TransformerTarget(self.config, self.dtype).init_cache(batch, length)
     taps, _ = self.forward(token_BL, position_BL, causal_BLL, cache)
-    return self.logits(taps.feature.reshape(self.config.width, -1)).reshape(-1, batch, length)
+    return self.logits(taps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +110,8 @@ class TransformerTarget:
   def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
     return self._apply(params, token_BT, position_BT, mask_BTT, cache, method='forward')
 
-  def logits(self, params, feature_DR: jax.Array) -> jax.Array:
-    return self._apply(params, feature_DR, method='logits')
+  def logits(self, params, taps: Taps) -> jax.Array:
+    return self._apply(params, taps, method='logits')
 
   def _apply(self, params, *args, method: str) -> Any:
     return Transformer(self.config, self.dtype).apply({'params': params}, *args, method=method)
