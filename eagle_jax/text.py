@@ -83,7 +83,7 @@ class Tokenizer:
     Raises:
       ValueError: the model has no template, a message lacks a field, or the template refuses the messages.
     """
-    return self.encode(self._render(messages, add_generation_prompt))
+    return self.encode(self.render(messages, add_generation_prompt))
 
   def encode_prompt(self, text: str) -> list[int]:
     """A user's prompt as the model expects it: one user message for a chat model, else the plain text."""
@@ -96,7 +96,8 @@ class Tokenizer:
     """The text of these ids without special tokens; bytes that are not UTF-8 come out as U+FFFD."""
     return self.backend.decode(list(ids), skip_special_tokens=True)
 
-  def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+  def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    """The chat template's text of these messages. See `encode_chat`."""
     if self.chat_template is None:
       raise ValueError('This model has no chat template: encode plain text with encode().')
     for message in messages:

@@ -1,57 +1,47 @@
-"""Trains a drafter: the target answers prompts, the drafter learns to foresee what it answers.
+"""Trains a drafter: the target answers prompts, the drafter learns to foresee what it answers. Goes on if stopped.
 
 python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2
 """
 
-import hashlib
 import json
 import runpy
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import entry
 from absl import flags
-from tqdm import tqdm
 
-import eagle_jax
-from eagle_jax.text import read_prompts
-from eagle_jax.train.features import generate_shards
-from eagle_jax.train.loop import train
+from eagle_jax.sharding import make_mesh
+from eagle_jax.train import run
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('config', None, 'A file of configs/.', required=True)
-flags.DEFINE_string('prompts', None, 'Prompts, one a line or JSON Lines; may be gzipped.', required=True)
-flags.DEFINE_string('out', None, 'Run folder: shards of answers, and the drafter.', required=True)
-flags.DEFINE_integer('report_every', 100, 'Steps between two reports; the drafter so far is saved at each.')
+flags.DEFINE_string('prompts', None, 'Prompts or conversations, a line each; may be gzipped. Without: the target asks.')
+flags.DEFINE_string('out', None, 'Run folder: shards of answers, checkpoints, metrics, the drafter.')
+flags.DEFINE_string('initial', None, 'Drafter to begin with: a shipped name or a folder. Without: a fresh one.')
+flags.DEFINE_integer('report_every', 100, 'Steps between two evaluations, with a checkpoint each.', lower_bound=1)
+flags.DEFINE_integer('num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.')
+flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load nothing.')
 
 
 def main(_):
-  config, out = runpy.run_path(FLAGS.config), Path(FLAGS.out)
-  target = eagle_jax.load_target(config['TARGET'])
-  shards = generate_shards(target, read_prompts(FLAGS.prompts), out / 'shards', config['DATA'])
-  *shards, held_out = tqdm(shards, total=config['DATA'].num_shards, desc='shards of answers')
-  examples = [example for shard in shards for example in shard]
-  provenance = {
-    'command': 'launch/train.py ' + ' '.join(sys.argv[1:]),
-    'target': config['TARGET'],
-    'prompts_sha256': hashlib.sha256(Path(FLAGS.prompts).read_bytes()).hexdigest(),
-    'data': repr(config['DATA']),
-    'recipe': repr(config['RECIPE']),
-    'num_answer_tokens': int(sum(len(example.token) - example.num_prompt for example in examples)),
-    'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'flax', 'optax')},
-  }
-  progress = tqdm(total=config['RECIPE'].num_steps, desc='steps')
-
-  def report(step, drafter, metrics):
-    progress.update(step - progress.n)
-    progress.set_postfix(top1=f'{metrics["top1"]:.3f}', cross_entropy=f'{metrics["cross_entropy"]:.3f}')
-    own = provenance | {'step': step, 'metrics': metrics}
-    eagle_jax.save_drafter(drafter, out / 'drafter', own, dtype='bfloat16')
-
-  settings = {'report': report, 'report_every': FLAGS.report_every}
-  _, metrics = train(target, config['DRAFTER'], examples, held_out, config['RECIPE'], **settings)
-  print(json.dumps(metrics), file=sys.stdout)
+  config = runpy.run_path(FLAGS.config)
+  mesh = make_mesh(num_model=FLAGS.num_model)
+  if FLAGS.dry_run:
+    print(json.dumps(run.dry_run(config, mesh)))
+    return
+  if FLAGS.out is None:
+    raise ValueError('--out is missing: name the run folder.')
+  metrics = run.run(
+    config,
+    Path(FLAGS.out),
+    prompts=FLAGS.prompts,
+    initial=FLAGS.initial,
+    mesh=mesh if mesh.size > 1 else None,
+    report_every=FLAGS.report_every,
+    command='launch/train.py ' + ' '.join(sys.argv[1:]),
+  )
+  print(json.dumps(metrics))
 
 
 if __name__ == '__main__':

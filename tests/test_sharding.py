@@ -92,14 +92,18 @@ def test_every_parameter_has_its_row_or_is_small(shapes):
   assert {axis for axes in PARAM_AXES.values() for axis in axes} <= set(RULES)
 
 
-@pytest.fixture(scope='module')
-def on_meshes():
-  """What `eight_devices.py` prints. A process of its own, since the number of devices is fixed when JAX starts."""
+def on_eight_devices(script: str):
+  """What a script prints as JSON. A process of its own, since the number of devices is fixed when JAX starts."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
-  script = Path(__file__).with_name('eight_devices.py')
-  done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+  command = [sys.executable, Path(__file__).with_name(script)]
+  done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout)
+
+
+@pytest.fixture(scope='module')
+def on_meshes():
+  return on_eight_devices('eight_devices.py')
 
 
 @pytest.mark.slow
@@ -145,3 +149,26 @@ def test_each_device_holds_its_share(on_meshes):
   assert places['target/norm/scale'] == [[32], [32]]
   assert places['drafter/fc/weight'] == [[32, 64], [8, 64]]
   assert all(whole == shard for whole, shard in on_meshes['places']['8x1'].values())
+
+
+@pytest.fixture(scope='module')
+def trained():
+  return on_eight_devices('eight_devices_training.py')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('width', [32, 0], ids=['stored', 'computed'])
+@pytest.mark.parametrize('mesh', MESHES)
+def test_training_on_a_mesh_gives_the_losses_of_one_device(trained, mesh, width):
+  (losses, shares), (expected, whole) = (trained['steps'][f'{name} {width}'] for name in (mesh, 'none'))
+  assert losses == pytest.approx(expected, rel=1e-4)
+  assert len(set(expected)) == 3
+  gate = "['layer']['mlp']['gate']['weight']"
+  assert shares[gate][0] * (1 if mesh == '8x1' else 4) == whole[gate][0]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_resumes_and_its_size_is_known_beforehand(trained):
+  assert trained['runs'][0] == trained['runs'][1]
+  assert trained['dry_run']['num_devices'] == 8
+  assert trained['dry_run']['total'] >= trained['dry_run']['temporaries'] > 0

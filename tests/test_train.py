@@ -1,6 +1,8 @@
-"""Training: losses and packing against plain loops, shards that survive, and a drafter that learns."""
+"""Training: losses and packing against loops, steps against drafting, a run that is killed, and one that learns."""
 
+import csv
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,156 +11,326 @@ import pytest
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.decode import generate
+from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import Chain
+from eagle_jax.hub import load_drafter
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train import losses
-from eagle_jax.train.data import epochs, frequent_ids, pack
-from eagle_jax.train.features import Data, Example, answer, generate_shards, read_shard
-from eagle_jax.train.loop import train
-from eagle_jax.train.step import Frozen, Recipe, predict
+from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
+from eagle_jax.train.loop import begin, borrow, train
+from eagle_jax.train.rollout import reachable, rollout, staircase, started
+from eagle_jax.train.shards import Example
+from eagle_jax.train.step import Objective, Recipe, distill, evaluate, train_step
 
 CONFIG = TargetConfig(
   vocab_size=31, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_width=32, max_context=256
 )  # fmt: skip
 DRAFTER = DrafterConfig(vocab_size=31, width=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_width=32)
-DATA = Data(num_shards=3, batch=4, max_prompt=8, max_new_tokens=20, temperatures=(1.0,))
-
-
-@dataclasses.dataclass(frozen=True)
-class Letters:
-  """A tokenizer of letters, enough to prompt with."""
-
-  def encode_prompt(self, text):
-    return [ord(letter) - ord('a') for letter in text]
-
-  def decode(self, ids):
-    return ' '.join(map(str, ids))
+RECIPE = Recipe(num_steps=6, num_rows=2, num_places=32, chunk_places=8, warmup_steps=2)
 
 
 @pytest.fixture(scope='module')
 def target():
   params = TransformerTarget(CONFIG).init_params(jax.random.key(0))
   params['embed']['weight'] *= 50  # else the text hardly depends on what came before
-  return Target(CONFIG, params, Letters())
+  return Target(CONFIG, params)
 
 
-def example(rng, num_rows, num_prompt):
-  tokens = rng.integers(0, 31, num_rows + 1).astype(np.int32)
-  return Example(tokens, rng.normal(size=(num_rows, 16)).astype(np.float16), num_prompt)
+@functools.cache
+def answered(num_examples: int, max_new_tokens: int, temperature: float) -> list[Example]:
+  """The target's answers to one-token prompts, with the features of a whole pass."""
+  params = TransformerTarget(CONFIG).init_params(jax.random.key(0))
+  params['embed']['weight'] *= 50
+  prompts = [[i % 31] for i in range(num_examples)]
+  how = {'max_new_tokens': max_new_tokens, 'temperature': temperature, 'seed': 3}
+  tokens = generate(Target(CONFIG, params), None, prompts, **how).tokens
+  examples = []
+  for i, (prompt, answer) in enumerate(zip(prompts, tokens, strict=True)):
+    token = np.asarray(prompt + answer, np.int32)
+    examples.append(Example(i, token, np.arange(len(token)) >= 1, whole_pass(params, token[:-1])))
+  return examples
+
+
+def whole_pass(params, token_L):
+  """[L, D] bf16 features."""
+  num_places = len(token_L)
+  network = TransformerTarget(CONFIG)
+  causal_1LL = jnp.tri(num_places, dtype=bool)[None]
+  cache = network.init_cache(1, num_places)
+  taps, _ = network.forward(params, token_L[None], jnp.arange(num_places)[None], causal_1LL, cache)
+  return np.asarray(taps.feature[:, 0].T.astype(jnp.bfloat16))
+
+
+def example(rng, num_places, num_prompt, number=0):
+  tokens = rng.integers(0, 31, num_places + 1).astype(np.int32)
+  feature = rng.normal(size=(num_places, 16)).astype(jnp.bfloat16)
+  return Example(number, tokens, np.arange(num_places + 1) >= num_prompt, feature)
 
 
 def test_losses_equal_loops():
   rng = np.random.default_rng(0)
-  a_UR, b_UR, weight_R = rng.normal(size=(5, 4)) * 2, rng.normal(size=(5, 4)), np.array([1.0, 0.0, 1.0, 1.0])
-  huber = cross = 0.0
-  for row in (0, 2, 3):
+  a_UR, b_UR = rng.normal(size=(7, 3)) * 2, rng.normal(size=(7, 3))
+  for row in range(3):
     error = np.abs(a_UR[:, row] - b_UR[:, row])
-    huber += np.mean([0.5 * e * e if e < 1 else e - 0.5 for e in error]) / 3
+    huber = np.mean([0.5 * e * e if e < 1 else e - 0.5 for e in error])
     p, q = (np.exp(x[:, row]) / np.exp(x[:, row]).sum() for x in (b_UR, a_UR))
-    cross -= sum(p * np.log(q)) / 3
-  a, b, weight = (jnp.float32(x) for x in (a_UR, b_UR, weight_R))
-  np.testing.assert_allclose(losses.smooth_l1(a, b, weight), huber, rtol=1e-5)
-  np.testing.assert_allclose(losses.soft_cross_entropy(a, b, weight), cross, rtol=1e-5)
+    best = sorted(range(7), key=lambda i: -p[i])[:2]
+    kept = losses.top_k_of(jnp.float32(p)[:, None], 2)
+    log_q = jnp.float32(np.log(q))[:, None]
+    np.testing.assert_allclose(losses.smooth_l1(jnp.float32(a_UR), jnp.float32(b_UR))[row], huber, rtol=1e-5)
+    np.testing.assert_allclose(losses.cross_entropy(log_q, jnp.float32(p)[:, None])[0], -p @ np.log(q), rtol=1e-5)
+    np.testing.assert_allclose(losses.cross_entropy(log_q, kept)[0], -sum(p[i] * np.log(q[i]) for i in best), rtol=1e-5)
+    rank = sorted(range(7), key=lambda i: -a_UR[i, row]).index(5)
+    assert losses.rank_of(jnp.float32(a_UR)[:, row : row + 1], jnp.array([5])).tolist() == [rank]
+    assert losses.rank_of(jnp.float32(a_UR)[:, row : row + 1], jnp.array([-1])).tolist() == [7]
 
 
-def test_packing_shifts_tokens_by_one_and_trains_the_row_before_the_answer():
+def test_by_chunks_changes_neither_losses_nor_gradients():
+  rng = np.random.default_rng(1)
+  head_UD = jnp.float32(rng.normal(size=(9, 4)))
+  out_DSBL, target_DBL = (jnp.float32(rng.normal(size=shape)) for shape in ((4, 2, 3, 8), (4, 3, 8)))
+  rows = (target_DBL, jnp.int32(rng.integers(-1, 9, (3, 8))))
+  weight_SBL = jnp.float32(rng.uniform(size=(2, 3, 8)))
+
+  def row_losses(head_UD, out_DSBL, rows):
+    from eagle_jax.train.step import Rows
+
+    return distill(Objective(top_k=3, top_k_cross_entropy=0.5), head_UD, out_DSBL, Rows(*rows))
+
+  def total(out_DSBL, function):
+    loss_SBL, other = function(head_UD, out_DSBL, rows)
+    return (loss_SBL * weight_SBL).sum(), (loss_SBL, other)
+
+  ours = jax.grad(total, has_aux=True)(out_DSBL, losses.by_chunks(row_losses, 4))
+  plain = jax.grad(total, has_aux=True)(out_DSBL, row_losses)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, plain)
+
+
+def test_packing_shifts_tokens_by_one_and_trains_the_place_before_the_answer():
   rng = np.random.default_rng(1)
   first, second = example(rng, 6, 3), example(rng, 9, 5)
-  packed = pack([first, second], num_rows=10)
-  assert packed.next_token[:5].tolist() == first.token[1:6].tolist()
-  assert packed.next_token[5:].tolist() == second.token[1:6].tolist()
-  assert packed.position.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
-  assert packed.sequence.tolist() == [0] * 5 + [1] * 5
-  np.testing.assert_array_equal(packed.next_feature[:4], packed.feature[1:5])
-  # Row t stands in for feature t + 1, which predicts token t + 2: the first answer token is number num_prompt.
-  assert packed.weight.tolist() == [0, 1, 1, 1, 1] + [0, 0, 0, 1, 1]
+  packed = pack([[first, second]], num_places=12, prompt_weight=0.25)
+  assert packed.token[0].tolist() == first.token[:6].tolist() + second.token[:6].tolist()
+  assert packed.next_token[0].tolist() == first.token[1:7].tolist() + second.token[1:7].tolist()
+  assert packed.label[0].tolist() == [*first.token[2:7], -1, *second.token[2:7], -1]
+  assert packed.position[0].tolist() == [*range(6), *range(6)]
+  assert packed.sequence[0].tolist() == [0] * 6 + [1] * 6
+  np.testing.assert_array_equal(packed.feature[0, 6:], second.feature[:6])
+  # Place t stands in for feature t + 1, which predicts token t + 2: the first answer token is number num_prompt.
+  assert packed.weight[0].tolist() == [0.25, 1, 1, 1, 1, 0] + [0.25, 0.25, 0.25, 1, 1, 0]
 
 
-def test_every_epoch_holds_every_example_once():
+def test_every_epoch_holds_every_example_once_and_batches_resume():
   rng = np.random.default_rng(2)
-  examples = [example(rng, n, 2) for n in (5, 9, 3, 7, 6)]
-  rows, seen = epochs(examples, num_rows=16, seed=0), 0
-  while seen < len(examples):
-    packed = next(rows)
-    starts = np.flatnonzero((packed.position == 0) & (packed.sequence >= 0))
-    seen += len(starts)
-    assert (packed.sequence >= 0).sum() <= 16
-  assert seen == len(examples)
-
-
-def test_packed_sequences_do_not_see_each_other():
-  rng = np.random.default_rng(3)
-  first, second = example(rng, 6, 2), example(rng, 9, 2)
-  network = Eagle(DRAFTER)
-  params = network.init_params(jax.random.key(0))
-  frozen = Frozen(jax.random.normal(jax.random.key(1), (31, 16)), jnp.zeros((1, 16)))
-
-  def outputs(examples):
-    packed = pack(examples, num_rows=16)
-    return np.asarray(predict(params, frozen, jnp.float32(packed.feature).T, packed, network=network))
-
-  np.testing.assert_allclose(outputs([first, second])[:, 5:13], outputs([second])[:, :8], rtol=1e-4, atol=1e-5)
+  lengths = rng.integers(2, 30, 40).tolist()
+  for epoch in range(2):
+    rows = plan(lengths, num_places=32, seed=0, epoch=epoch)
+    assert sorted(sum(rows, [])) == list(range(40))
+    assert all(sum(lengths[i] for i in row) <= 32 for row in rows)
+  assert plan(lengths, num_places=32, seed=0, epoch=0) != plan(lengths, num_places=32, seed=0, epoch=1)
+  examples = [example(rng, n, 1, i) for i, n in enumerate(lengths)]
+  how = {'num_rows': 3, 'num_places': 32, 'seed': 0}
+  whole = [packed for _, packed in zip(range(30), batches(examples, **how), strict=False)]
+  for number, packed in zip(range(17, 30), batches(examples, **how, first=17), strict=False):
+    jax.tree.map(np.testing.assert_array_equal, packed, whole[number])
+  one_epoch = list(batches(examples, **how, num_epochs=1))
+  assert sum(packed.weight.sum() for packed in one_epoch) == sum(n - 1 for n in lengths)
 
 
 def test_frequent_ids_come_from_answers_and_hold_the_forced():
   tokens = np.array([7, 7, 7, 7, 2, 2, 2, 5, 5, 9], np.int32)
-  examples = [Example(tokens, np.zeros((9, 1), np.float16), 4)]
+  examples = [Example(0, tokens, np.arange(10) >= 4, np.zeros((9, 1), jnp.bfloat16))]
   assert frequent_ids(examples, size=3, vocab_size=31, forced=[30]).tolist() == [2, 5, 30]
 
 
-def test_recorded_features_are_those_of_a_whole_pass(target):
-  prompts = [[1, 2, 3], [4]]
-  network = TransformerTarget(CONFIG)
-  for prompt, recorded in zip(prompts, answer(target, prompts, DATA, temperature=1.0, seed=0), strict=True):
-    assert recorded.token[: len(prompt)].tolist() == prompt
-    assert len(recorded.token) == len(recorded.feature) + 1 == len(prompt) + DATA.max_new_tokens
-    num_rows = len(recorded.feature)
-    position_1L = jnp.arange(num_rows)[None]
-    causal_1LL = jnp.tri(num_rows, dtype=bool)[None]
-    cache = network.init_cache(1, num_rows)
-    taps, _ = network.forward(target.params, recorded.token[None, :-1], position_1L, causal_1LL, cache)
-    np.testing.assert_allclose(recorded.feature.T, taps.feature[:, 0], atol=2e-2)
+@functools.partial(jax.jit, static_argnames=('network', 'num_steps'))
+def chain_by_decoding(params, packed: Packed, feature_DL, row, *, network, num_steps: int):
+  """[num_steps, D]: outputs of a chain drafted from `row` of a single text, by the drafter's own cache."""
+  num_places = feature_DL.shape[1]
+  cache = network.init(1, num_places + num_steps).cache
+  causal_1LL = jnp.tri(num_places, dtype=bool)[None]
+  inputs = packed.next_token, feature_DL[:, None], packed.position, causal_1LL
+  out_D1L, cache = network.forward(params, *inputs, cache.length, cache)
+  cache = cache._replace(length=cache.length + row + 1)  # what lies beyond is scratch
+  outs = [jax.lax.dynamic_index_in_dim(out_D1L[:, 0], row, axis=1, keepdims=False)]
+  for step in range(1, num_steps):
+    token_11, position_11 = (
+      jax.lax.dynamic_slice_in_dim(x, row + step, 1, axis=1) for x in (packed.next_token, packed.position)
+    )
+    inputs = token_11, outs[-1][:, None, None], position_11, jnp.ones((1, 1, step), bool)
+    out_D11, cache = network.forward(params, *inputs, cache.length + step - 1, cache)
+    outs.append(out_D11[:, 0, 0])
+  return jnp.stack(outs)
 
 
-def test_shards_go_on_where_they_stopped(target, tmp_path):
-  prompts = ['abc', 'much too long for it', 'd', 'ef', 'ghi', 'jkl', 'm', 'no', 'p', 'qrs', 'tu', 'v', 'wx']
-  whole = list(generate_shards(target, iter(prompts), tmp_path / 'a', DATA))
-  generator = generate_shards(target, iter(prompts), tmp_path / 'b', DATA)
-  next(generator)
-  generator.close()
-  resumed = list(generate_shards(target, iter(prompts), tmp_path / 'b', DATA))
-  assert len(whole) == 3
-  for a, b in zip(sum(whole, []), sum(resumed, []), strict=True):
-    assert a.token.tolist() == b.token.tolist()
-    assert a.num_prompt == b.num_prompt
-    np.testing.assert_array_equal(a.feature, b.feature)
-  with pytest.raises(ValueError, match='suffice for 3 shards'):
-    list(generate_shards(target, iter(prompts), tmp_path / 'c', dataclasses.replace(DATA, num_shards=4)))
-
-
-def test_a_damaged_shard_is_named(tmp_path):
-  path = tmp_path / 'shard_0000.safetensors'
-  path.write_bytes(b'\x10\x00')
-  with pytest.raises(ValueError, match='shard_0000'):
-    read_shard(path)
-
-
-def test_a_trained_drafter_is_accepted_more(target):
-  """The whole way: the target's answers, a short training, longer acceptance than before."""
-  prompts = [[token] for token in range(24)]
-  examples = answer(target, prompts, dataclasses.replace(DATA, max_new_tokens=60), temperature=1.0, seed=3)
-  recipe = Recipe(num_steps=150, num_rows=256, learning_rate=3e-3, warmup_steps=10)
-  reports = []
-
-  def report(step, drafter, metrics):
-    reports.append((step, drafter, metrics))
-
-  drafter, metrics = train(target, DRAFTER, examples[:20], examples[20:], recipe, report=report, report_every=75)
-  assert [step for step, _, _ in reports] == [75, 150]
-  assert metrics['cross_entropy'] < reports[0][2]['cross_entropy']
-  untrained = dataclasses.replace(drafter, params=Eagle(DRAFTER).init_params(jax.random.key(9)))
-  taus = [
-    generate(target, d, prompts[:8], max_new_tokens=40, policy=Chain(3)).stats['tau'] for d in (untrained, drafter)
+@pytest.mark.parametrize('is_leaky', [False, True])
+def test_a_rollout_is_what_drafting_position_by_position_gives(is_leaky):
+  """Every step of every row, for a text alone and behind another one in the same row; the leaky mask is caught."""
+  rng = np.random.default_rng(4)
+  first, second = example(rng, 5, 1), example(rng, 11, 1)
+  network = Eagle(DRAFTER)
+  params = {**network.init_params(jax.random.key(0)), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
+  alone, both = pack([[second]], num_places=11), pack([[first, second]], num_places=16)
+  features = [jnp.float32(packed.feature).transpose(2, 0, 1) for packed in (alone, both)]
+  steps = [
+    rollout(params, feature, packed, network=network, num_steps=4, is_leaky=is_leaky)
+    for feature, packed in zip(features, (alone, both), strict=True)
   ]
+  for row in range(11 - 4):
+    expected_SD = chain_by_decoding(params, alone, features[0][:, 0], row, network=network, num_steps=4)
+    for step in range(4):
+      ours = steps[0][:, step, 0, row + step], steps[1][:, step, 0, 5 + row + step]
+      for out_D in ours:
+        if is_leaky and step:
+          assert not np.allclose(out_D, expected_SD[step], rtol=1e-3, atol=1e-4)
+        else:
+          np.testing.assert_allclose(out_D, expected_SD[step], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_stop_between_steps_only_if_detached():
+  rng = np.random.default_rng(5)
+  packed = pack([[example(rng, 9, 1)]], num_places=9)
+  network = Eagle(DRAFTER)
+  params = {**network.init_params(jax.random.key(0)), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
+  feature_DBL = jnp.float32(packed.feature).transpose(2, 0, 1)
+
+  first_DBL = rollout(params, feature_DBL, packed, network=network, num_steps=1)[:, 0]
+
+  def last_step(feature_DBL, is_detached):
+    out_DSBL = rollout(params, feature_DBL, packed, network=network, num_steps=2, is_detached=is_detached)
+    return out_DSBL[:, 1, 0, 8].sum()
+
+  def with_constant_input(feature_DBL):
+    rows = functools.partial(network.rows, params, packed.next_token, position_BT=packed.position)
+    _, memory = rows(feature_DBL, mix=staircase((), packed.sequence))
+    return rows(jnp.roll(first_DBL, 1, axis=2), mix=staircase(memory, packed.sequence))[0][:, 0, 8].sum()
+
+  expected, detached, attached = (
+    jax.grad(f)(feature_DBL) for f in (with_constant_input, lambda x: last_step(x, True), lambda x: last_step(x, False))
+  )
+  assert np.abs(expected).max() > 0  # through the keys and values of step 1
+  np.testing.assert_allclose(detached, expected, rtol=1e-4, atol=1e-6)
+  assert not np.allclose(attached, expected, rtol=1e-2)
+
+
+def test_masks_of_started_and_reachable_chains():
+  weight_L = np.array([0, 1, 1, 1, 0, 1, 1, 1], np.float32)
+  packed = pack([[example(np.random.default_rng(0), 4, 1)] * 2], num_places=8)._replace(weight=weight_L[None])
+  assert started(packed, 3)[:, 0].tolist() == [
+    [0, 1, 1, 1, 0, 1, 1, 1],
+    [0, 0, 1, 1, 0, 0, 1, 1],
+    [0, 0, 0, 1, 0, 0, 0, 1],
+  ]
+  is_hit_SBL = jnp.array([[[1, 0, 1, 1, 1]], [[1, 1, 1, 0, 1]], [[1, 1, 1, 1, 1]]], bool)
+  assert reachable(is_hit_SBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
+
+
+def test_chain_metrics_are_those_of_a_drafted_chain(target):
+  """`chain_s`: the share of places from which a chain, drafted greedily, agrees with the text for s + 1 tokens."""
+  examples = answered(3, 24, 0.0)
+  network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  recipe = dataclasses.replace(RECIPE, num_steps=100, learning_rate=1e-2)
+  state = begin(network.init_params(jax.random.key(2)), recipe, None)
+  for _, packed in zip(range(20), batches(examples, num_rows=2, num_places=32, seed=0), strict=False):
+    state, _ = train_step(state, frozen, packed, network=network, recipe=recipe)
+  params = {**state.params, 'embed': frozen.embed}
+  packed = pack([[e] for e in examples], num_places=32)
+  metrics = evaluate(params, frozen, packed, network=network, recipe=RECIPE)
+  hits, starts = np.zeros(3), np.zeros(3)
+  for e in examples:
+    packed, feature_DL = pack([[e]], num_places=32), jnp.pad(jnp.float32(e.feature).T, ((0, 0), (0, 8)))
+    for row in range(len(e.feature) - 1):
+      out_SD = chain_by_decoding(params, packed, feature_DL, row, network=network, num_steps=3)
+      steps = min(3, len(e.feature) - 1 - row)
+      agrees = np.argmax(np.asarray(frozen.head @ out_SD.T), axis=0)[:steps] == packed.label[0, row : row + steps]
+      hits[:steps] += np.cumprod(agrees)
+      starts[:steps] += 1
+  assert hits[0] > hits[1] > hits[2] > 0
+  np.testing.assert_allclose([metrics[f'chain_{step}'] for step in range(3)], hits / starts, rtol=1e-5)
+
+
+def test_features_computed_in_the_step_train_as_stored_ones(target):
+  examples = answered(6, 24, 1.0)
+  bare = [e._replace(feature=np.zeros((len(e.feature), 0), jnp.bfloat16)) for e in examples]
+  network = Eagle(DRAFTER)
+  recipe = dataclasses.replace(RECIPE, feature_noise=0.0)
+  losses_of = []
+  for data, reader in ((examples, None), (bare, TransformerTarget(CONFIG))):
+    frozen = borrow(target, DRAFTER, data)[0]
+    state = begin(network.init_params(jax.random.key(0)), recipe, None)
+    packed = next(batches(data, num_rows=2, num_places=32, seed=0))
+    _, metrics = train_step(state, frozen, packed, network=network, recipe=recipe, target=reader)
+    losses_of.append(float(metrics['loss']))
+  np.testing.assert_allclose(*losses_of, rtol=1e-2)
+
+
+@pytest.mark.parametrize('objective', [Objective(), Objective(num_steps=3, top_k_cross_entropy=1.0, reachable_top=3)])
+def test_remat_and_accumulation_change_no_gradient(target, objective):
+  examples = answered(6, 24, 1.0)
+  network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+
+  def after(recipe, num_batches):
+    state = begin(network.init_params(jax.random.key(0)), recipe, None)
+    stream = batches(examples, num_rows=recipe.num_rows, num_places=32, seed=0)
+    for _ in range(num_batches):
+      state, _ = train_step(state, frozen, next(stream), network=network, recipe=recipe)
+    return state.params
+
+  recipe = dataclasses.replace(RECIPE, objective=objective, num_rows=1, feature_noise=0.0, warmup_steps=0)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
+  jax.tree.map(close, after(recipe, 1), after(dataclasses.replace(recipe, remat=True), 1))
+  one = after(dataclasses.replace(recipe, num_accumulated=2), 1)
+  jax.tree.map(np.testing.assert_array_equal, one, network.init_params(jax.random.key(0)))  # no update yet
+
+
+class Killed(Exception):
+  pass
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
+  """Bit for bit, drafter and logs, wherever it is stopped; see also launch/kill_test.py."""
+  examples = answered(12, 24, 1.0)
+  run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], RECIPE, report_every=2)
+  expected = run(tmp_path / 'whole')
+  step_function = train_step
+  for stop in (1, 3, 6):
+    calls = []
+
+    def counted(*args, stop=stop, calls=calls, **kwargs):
+      calls.append(None)
+      if len(calls) == stop:
+        raise Killed
+      return step_function(*args, **kwargs)
+
+    monkeypatch.setattr('eagle_jax.train.loop.train_step', counted)
+    folder = tmp_path / f'stopped_{stop}'
+    with pytest.raises(Killed):
+      run(folder)
+    monkeypatch.setattr('eagle_jax.train.loop.train_step', step_function)
+    assert run(folder) == expected
+    for name in ('held_out.csv', 'drafter/model.safetensors'):
+      assert (folder / name).read_bytes() == (tmp_path / 'whole' / name).read_bytes()
+    with open(folder / 'train.csv', newline='') as file:
+      assert [row['step'] for row in csv.DictReader(file)] == ['2', '4', '6']
+  assert run(tmp_path / 'whole') == expected  # nothing left to do
+
+
+def test_a_run_of_another_drafter_is_not_resumed(target, tmp_path):
+  examples = answered(12, 24, 1.0)
+  train(target, DRAFTER, examples[:10], examples[10:], RECIPE, tmp_path)
+  wider = dataclasses.replace(DRAFTER, ffn_width=48)
+  with pytest.raises(ValueError, match='another drafter or optimizer'):
+    train(target, wider, examples[:10], examples[10:], RECIPE, tmp_path)
+
+
+def test_a_trained_drafter_is_accepted_more(target, tmp_path):
+  """The whole way: the target's answers, a short training, longer acceptance than before."""
+  examples = answered(24, 60, 1.0)
+  recipe = Recipe(num_steps=150, num_rows=4, num_places=64, learning_rate=3e-3, warmup_steps=10)
+  train(target, DRAFTER, examples[:20], examples[20:], recipe, tmp_path, report_every=75)
+  drafter = load_drafter(tmp_path / 'drafter', target)
+  untrained = Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(9)))
+  prompts = [[token] for token in range(8)]
+  taus = [generate(target, d, prompts, max_new_tokens=40, policy=Chain(3)).stats['tau'] for d in (untrained, drafter)]
   assert taus[1] > taus[0] + 0.3

@@ -1,67 +1,105 @@
-"""Examples to rows of fixed length: several sequences packed end to end, each blind to the others."""
+"""Examples to batches of packed rows: texts end to end, each blind to the others, in an order that a seed decides."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.train.features import Example
+from eagle_jax.train.shards import Example
+
+_LOOK_AHEAD = 64  # examples among which one is sought that fits the room left in a row
 
 
 class Packed(NamedTuple):
-  """L training rows. Row t of a sequence joins f_t with x_{t+1} and learns f_{t+1} (EAGLE.md section 7.2).
-
-  It counts where f_{t+1} predicts an answer token: so the row before the answer, which the first draft step of a
-  generation starts from, is trained too.
+  """B rows of L places. Place t of a text joins f_t with x_{t+1} and learns f_{t+1}, which predicts x_{t+2}
+  (EAGLE.md section 7.2). It counts where x_{t+2} is an answer's token: so the place before the answer, which the first
+  draft step of a generation starts from, is trained too. The last place of a text has nothing to learn.
   """
 
-  next_token: Any  # [L] i32
-  feature: Any  # [L, D] float16
-  next_feature: Any  # [L, D] float16, to be predicted
-  position: Any  # [L] i32, in the sequence
-  sequence: Any  # [L] i32, which sequence of the row; -1 for padding
-  weight: Any  # [L] f32, 1 where the row counts
+  token: Any  # [B, L] i32, x_t
+  next_token: Any  # [B, L] i32, x_{t+1}
+  label: Any  # [B, L] i32, x_{t+2}; -1 where there is none
+  position: Any  # [B, L] i32, t
+  sequence: Any  # [B, L] i32, which text of the row; -1 for padding
+  weight: Any  # [B, L] f32, how much the place counts
+  feature: Any  # [B, L, D] bf16, f_t; D is 0 where features are computed in the training step
 
 
-def pack(examples: Sequence[Example], *, num_rows: int) -> Packed:
-  """Packs as many of the examples as fit into `num_rows`, in order; longer ones are cut."""
-  width = examples[0].feature.shape[1]
+def pack(rows: Sequence[Sequence[Example]], *, num_places: int, prompt_weight: float = 0.0) -> Packed:
+  """One row for each list of examples; what does not fit into `num_places` is cut.
+
+  Args:
+    rows: B lists of examples.
+    num_places: L.
+    prompt_weight: how much places count that predict a prompt's token; an answer's count 1.
+  """
+  shape = len(rows), num_places
+  width = rows[0][0].feature.shape[1]
   packed = Packed(
-    np.zeros(num_rows, np.int32),
-    np.zeros((num_rows, width), np.float16),
-    np.zeros((num_rows, width), np.float16),
-    np.zeros(num_rows, np.int32),
-    np.full(num_rows, -1, np.int32),
-    np.zeros(num_rows, np.float32),
+    token=np.zeros(shape, np.int32),
+    next_token=np.zeros(shape, np.int32),
+    label=np.full(shape, -1, np.int32),
+    position=np.zeros(shape, np.int32),
+    sequence=np.full(shape, -1, np.int32),
+    weight=np.zeros(shape, np.float32),
+    feature=np.zeros((*shape, width), jnp.bfloat16),
   )
-  start = 0
-  for number, example in enumerate(examples):
-    count = min(len(example.feature) - 1, num_rows - start)
-    rows = slice(start, start + count)
-    packed.next_token[rows] = example.token[1 : count + 1]
-    packed.feature[rows] = example.feature[:count]
-    packed.next_feature[rows] = example.feature[1 : count + 1]
-    packed.position[rows] = np.arange(count)
-    packed.sequence[rows] = number
-    packed.weight[rows] = np.arange(count) + 1 >= example.num_prompt - 1
-    start += count
+  for b, row in enumerate(rows):
+    start = 0
+    for number, example in enumerate(row):
+      count = min(len(example.token) - 1, num_places - start)
+      places, taught = slice(start, start + count), slice(start, start + count - 1)
+      packed.token[b, places] = example.token[:count]
+      packed.next_token[b, places] = example.token[1 : count + 1]
+      packed.label[b, taught] = example.token[2 : count + 1]
+      packed.position[b, places] = np.arange(count)
+      packed.sequence[b, places] = number
+      packed.weight[b, taught] = np.where(example.is_answer[2 : count + 1], 1, prompt_weight)
+      packed.feature[b, places] = example.feature[:count]
+      start += count
   return packed
 
 
-def epochs(examples: Sequence[Example], *, num_rows: int, seed: int) -> Iterator[Packed]:
-  """Endless packed rows: every epoch in an order of its own, each sequence whole."""
-  for epoch in range(1 << 30):
-    order = np.random.default_rng((seed, epoch)).permutation(len(examples))
-    chosen: list[Example] = []
-    room = num_rows
-    for index in order:
-      need = len(examples[index].feature) - 1
-      if need > room and chosen:
-        yield pack(chosen, num_rows=num_rows)
-        chosen, room = [], num_rows
-      chosen.append(examples[index])
-      room -= need
-    yield pack(chosen, num_rows=num_rows)
+def plan(num_places_of: Sequence[int], *, num_places: int, seed: int, epoch: int) -> list[list[int]]:
+  """Which examples share a row, for every row of an epoch: each example once, whole, in an order of the epoch's own."""
+  order = np.random.default_rng((seed, epoch)).permutation(len(num_places_of)).tolist()
+  rows: list[list[int]] = []
+  while order:
+    row, room = [order[0]], num_places - num_places_of[order.pop(0)]
+    while (fit := next((i for i in order[:_LOOK_AHEAD] if num_places_of[i] <= room), None)) is not None:
+      order.remove(fit)
+      row.append(fit)
+      room -= num_places_of[fit]
+    rows.append(row)
+  return rows
+
+
+def batches(
+  examples: Sequence[Example],
+  *,
+  num_rows: int,
+  num_places: int,
+  seed: int,
+  prompt_weight: float = 0.0,
+  first: int = 0,
+  num_epochs: int | None = None,
+) -> Iterator[Packed]:
+  """Batches of `num_rows` packed rows, from batch number `first` on: what a resumed run asks for.
+
+  A batch may end one epoch and begin the next; without end if `num_epochs` is None, else the last one is filled up with
+  rows that do not count.
+  """
+  lengths = [len(example.token) - 1 for example in examples]
+  epochs = itertools.count() if num_epochs is None else range(num_epochs)
+  plans = (plan(lengths, num_places=num_places, seed=seed, epoch=epoch) for epoch in epochs)
+  rows = itertools.islice(itertools.chain.from_iterable(plans), first * num_rows, None)
+  while chosen := list(itertools.islice(rows, num_rows)):
+    filled = [[examples[i] for i in row] for row in chosen]
+    packed = pack(filled + [filled[0]] * (num_rows - len(filled)), num_places=num_places, prompt_weight=prompt_weight)
+    packed.weight[len(filled) :] = 0
+    yield packed
 
 
 def frequent_ids(examples: Sequence[Example], *, size: int, vocab_size: int, forced: Sequence[int] = ()) -> np.ndarray:
@@ -71,6 +109,6 @@ def frequent_ids(examples: Sequence[Example], *, size: int, vocab_size: int, for
   """
   count_V = np.zeros(vocab_size, np.int64)
   for example in examples:
-    np.add.at(count_V, example.token[example.num_prompt :], 1)
+    np.add.at(count_V, example.token[example.is_answer], 1)
   count_V[list(forced)] = np.iinfo(np.int64).max
   return np.sort(np.argsort(-count_V, kind='stable')[:size]).astype(np.int32)

@@ -1,18 +1,29 @@
-"""Training a drafter from the target's own answers: the smallest loop that ends in a useful one."""
+"""Training a drafter from the target's own answers: a loop that can be killed at any moment and goes on as if not."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from tqdm import tqdm
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.target.transformer import Target
-from eagle_jax.train.data import epochs, frequent_ids
-from eagle_jax.train.features import Example
-from eagle_jax.train.step import Frozen, Recipe, TrainState, evaluate, train_step
+from eagle_jax.hub import save_drafter
+from eagle_jax.sharding import mesh_of, param_shardings, partition, using
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.checkpoint import Checkpoints, metrics_log
+from eagle_jax.train.data import Packed, batches, frequent_ids
+from eagle_jax.train.flops import measured_flops, step_flops
+from eagle_jax.train.shards import Example
+from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
+
+BEST_BY = 'chain_tau'
 
 
 def train(
@@ -21,71 +32,184 @@ def train(
   examples: Sequence[Example],
   held_out: Sequence[Example],
   recipe: Recipe,
+  folder: Path,
   *,
-  report: Callable[[int, Drafter, dict[str, float]], None],
-  report_every: int,
-) -> tuple[Drafter, dict[str, float]]:
-  """Trains a fresh drafter.
+  initial: Drafter | None = None,
+  provenance: Mapping[str, Any] | None = None,
+  report_every: int = 100,
+  progress: bool = False,
+) -> dict[str, float]:
+  """Trains a drafter, or goes on where a run in this folder stopped; the best one so far stands in `folder/drafter`.
 
   Args:
-    target: frozen.
+    target: frozen; on a mesh, the drafter is trained there: batch rows over 'data', matrices over 'model'.
     config: of the drafter.
     examples, held_out: the target's answers, for training and for metrics.
     recipe: optimizer and losses.
-    report: called with (step, drafter so far, metrics) every `report_every` steps and at the end.
+    folder: for checkpoints, metrics and the drafter.
+    initial: weights to begin with; None for fresh ones.
+    provenance: goes into the drafter's folder, with step and metrics.
+    report_every: steps between two evaluations with a checkpoint each: what a kill loses at most.
+    progress: show a bar.
 
   Returns:
-    The drafter and its last metrics: of a training row (`train_`) and held-out, over the ids it drafts.
+    Held-out metrics of the last step; see `evaluate_all`.
+
+  Raises:
+    ValueError: the folder holds a run of another drafter or optimizer.
   """
-  network = Eagle(config)
+  mesh = mesh_of(target.params)
+  network = Eagle(config, jnp.dtype(recipe.dtype))
+  frozen, vocabulary = borrow(target, config, examples)
+  reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype)
+  static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': reader}
+  with using(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
+    params = initial_params(Eagle(config), frozen.embed, examples, recipe.seed) if initial is None else initial.params
+    state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
+    if not checkpoints.is_empty:
+      state = checkpoints.restore(state)
+    first = int(state.step)
+    stream = batches(
+      examples,
+      num_rows=recipe.num_rows,
+      num_places=recipe.num_places,
+      seed=recipe.seed,
+      prompt_weight=recipe.prompt_weight,
+      first=first,
+    )
+    metrics = {} if first < recipe.num_steps else evaluate_all(state.params, frozen, held_out, mesh, **static)
+    meter = Meter(config, recipe, frozen, first=first, progress=progress)
+    with (
+      metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
+      metrics_log(folder / 'held_out.csv', first_step=first + 1) as log_held_out,
+      meter,
+    ):
+      for step in range(first + 1, recipe.num_steps + 1):
+        packed = next(stream)
+        state, train_metrics = train_step(state, frozen, place(packed, mesh), **static)
+        meter.count(packed)
+        if step % report_every and step < recipe.num_steps:
+          continue
+        log_train(step, {**_floats(train_metrics), **meter.rates()})
+        metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
+        log_held_out(step, metrics)
+        meter.show(metrics)
+        if checkpoints.save(state, metrics):
+          own = {**(provenance or {}), 'step': step, 'held_out': metrics}
+          save_drafter(Drafter(config, state.params | vocabulary), folder / 'drafter', own, dtype='bfloat16')
+  return metrics
+
+
+def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -> tuple[Frozen, dict[str, jax.Array]]:
+  """What training reads of the target, and the drafter's draft vocabulary: `ids`, or nothing if it drafts every id."""
+  size, forced = config.draft_vocab_size or config.vocab_size, target.config.eos_ids
+  ids_U = frequent_ids(examples, size=size, vocab_size=config.vocab_size, forced=forced)
+  index_V = np.full(config.vocab_size, -1, np.int32)
+  index_V[ids_U] = np.arange(size)
   embed_VD = target.params['embed']['weight']
-  params = init_params(network, embed_VD, examples, seed=recipe.seed)
-  state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
   head_VD = target.params.get('head', target.params['embed'])['weight']
-  num_ids, forced = config.draft_vocab_size or config.vocab_size, target.config.eos_ids
-  ids_U = frequent_ids(examples, size=num_ids, vocab_size=config.vocab_size, forced=forced)
-  frozen = Frozen(embed_VD, head_VD[ids_U])
-  vocabulary = {} if config.draft_vocab_size is None else {'ids': jnp.asarray(ids_U)}
-  metrics: dict[str, float] = {}
-  for step, packed in zip(
-    range(1, recipe.num_steps + 1), epochs(examples, num_rows=recipe.num_rows, seed=recipe.seed), strict=False
-  ):
-    state, train_metrics = train_step(state, frozen, packed, network=network, recipe=recipe)
-    if step % report_every == 0 or step == recipe.num_steps:
-      metrics = {f'train_{name}': float(value) for name, value in train_metrics.items()}
-      metrics |= _held_out(state.params, frozen, held_out, network, recipe)
-      report(step, Drafter(config, state.params | vocabulary), metrics)
-  return Drafter(config, state.params | vocabulary), metrics
+  computes = not examples[0].feature.shape[1]
+  frozen = Frozen(embed_VD, head_VD[ids_U], jnp.asarray(index_V), target.params if computes else ())
+  return frozen, {} if config.draft_vocab_size is None else {'ids': jnp.asarray(ids_U)}
 
 
-def init_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], *, seed: int):
-  """Random weights that start from what is known: the next feature resembles the last one.
+def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], seed: int) -> dict[str, Any]:
+  """Random float32 weights that start from what is known: the next feature resembles the last one.
 
   `fc` hands on half the feature, the layer's branches start small, and embedding and feature are scaled to weigh the
   same: features are several times larger (17 times in SmolLM2-135M), and left alone the token would hardly count.
+  Normed features that are not at hand are taken to have size 1.
   """
   params = jax.jit(network.init_params)(jax.random.key(seed))
   embed_rms = jnp.sqrt(jnp.square(embed_VD.astype(jnp.float32)).mean())
-  feature_rms = jnp.float32(np.sqrt(np.mean([np.square(e.feature.astype(np.float32)).mean() for e in examples])))
-  width = network.config.width
+  squares = [np.square(example.feature.astype(np.float32)).mean() for example in examples if example.feature.size]
+  feature_rms = jnp.float32(np.sqrt(np.mean(squares))) if squares else jnp.float32(1)
   embedding_columns, feature_columns = jnp.split(params['fc']['weight'], 2, axis=1)
   params['fc']['weight'] = jnp.concatenate(
-    [0.3 * embedding_columns / embed_rms, 0.3 * feature_columns / feature_rms + 0.5 * jnp.eye(width)], axis=1
+    [0.3 * embedding_columns / embed_rms, 0.3 * feature_columns / feature_rms + 0.5 * jnp.eye(network.config.width)],
+    axis=1,
   )
   params['layer']['attn']['o']['weight'] *= 0.1
   params['layer']['mlp']['down']['weight'] *= 0.1
   return params
 
 
-def _held_out(params, frozen: Frozen, held_out, network: Eagle, recipe: Recipe) -> dict[str, float]:
-  """Means over one pass, by rows that count."""
-  rows = epochs(held_out, num_rows=recipe.num_rows, seed=0)
+def begin(params: dict[str, Any], recipe: Recipe, mesh: Mesh | None) -> TrainState:
+  """The state before the first step, on its mesh."""
+  params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # a copy: the state is donated
+  state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
+  return state if mesh is None else jax.device_put(state, param_shardings(state, mesh))
+
+
+def batch_shardings(packed: Packed, mesh: Mesh) -> Packed:
+  """Where each array of a batch lives: its rows on their mesh axis."""
+  return jax.tree.map(
+    lambda x: NamedSharding(mesh, partition(('batch',) + (None,) * (x.ndim - 1), x.shape, mesh)), packed
+  )
+
+
+def place(packed: Packed, mesh: Mesh | None) -> Packed:
+  """The batch on its mesh axes."""
+  return packed if mesh is None else jax.device_put(packed, batch_shardings(packed, mesh))
+
+
+def evaluate_all(
+  params, frozen: Frozen, held_out: Sequence[Example], mesh: Mesh | None, *, network: Eagle, recipe: Recipe, target
+) -> dict[str, float]:
+  """Means of `step.evaluate` over all examples, by places that count; and `chain_tau`, what a chain would emit a pass.
+
+  `chain_tau` is 1 + the expected accepted tokens of a greedily drafted chain of `NUM_CHAIN`, from every place of the
+  text alike.
+  """
   total: dict[str, float] = {}
-  count, seen = 0.0, 0
-  while seen < len(held_out):
-    packed = next(rows)
-    weight = float(packed.weight.sum())
-    for name, value in evaluate(params, frozen, packed, network=network).items():
-      total[name] = total.get(name, 0.0) + float(value) * weight
-    count, seen = count + weight, seen + int(packed.sequence.max()) + 1
-  return {name: value / max(count, 1.0) for name, value in total.items()}
+  rows = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
+  for packed in batches(held_out, **rows, seed=0, num_epochs=1):
+    metrics = _floats(evaluate(params, frozen, place(packed, mesh), network=network, recipe=recipe, target=target))
+    weight = metrics.pop('weight')
+    for name, value in {**metrics, 'weight': 1.0}.items():
+      total[name] = total.get(name, 0.0) + value * weight
+  weight = max(total.pop('weight'), 1.0)
+  means = {name: value / weight for name, value in total.items()}
+  return {BEST_BY: 1 + sum(means[f'chain_{step}'] for step in range(NUM_CHAIN)), **means}
+
+
+def _floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+  return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+
+class Meter:
+  """Counts tokens and time, and shows them."""
+
+  def __init__(self, config: DrafterConfig, recipe: Recipe, frozen: Frozen, *, first: int, progress: bool):
+    self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not progress)
+    self._flops = step_flops(config, recipe, num_ids=frozen.head.shape[0])
+    self._peak = measured_flops(recipe.dtype)
+    self._start, self._steps, self._places = time.perf_counter(), 0, 0
+
+  def __enter__(self) -> 'Meter':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._bar.close()
+
+  def count(self, packed: Packed) -> None:
+    """One more step."""
+    self._steps += 1
+    self._places += int((packed.sequence >= 0).sum())
+    self._bar.update()
+
+  def rates(self) -> dict[str, float]:
+    """Since the last call: `tok_per_s`, and `mfu`, the share of the device's measured matrix-product rate."""
+    seconds = time.perf_counter() - self._start
+    rates = {'tok_per_s': self._places / seconds, 'mfu': self._steps * self._flops / seconds / self._peak}
+    self._start, self._steps, self._places = time.perf_counter(), 0, 0
+    self._bar.set_postfix({**self._shown, **{name: f'{value:.3g}' for name, value in rates.items()}})
+    return rates
+
+  _shown: Mapping[str, str] = {}
+
+  def show(self, metrics: Mapping[str, float]) -> None:
+    """Held-out metrics go beside the bar."""
+    names = {'cross_entropy_0': 'loss', 'top1_0': 'top1', BEST_BY: 'tau'}
+    self._shown = {short: f'{metrics[name]:.3f}' for name, short in names.items()}
+    self._start = time.perf_counter()

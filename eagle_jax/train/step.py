@@ -1,4 +1,4 @@
-"""The training step of an EAGLE-1/2 head: one pure jitted function."""
+"""The training step of an EAGLE-1/2 head: one pure jitted function, and what it is made of."""
 
 import dataclasses
 import functools
@@ -9,9 +9,31 @@ import jax.numpy as jnp
 import optax
 
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.sharding import constrain
 from eagle_jax.target.layers import head_logits
+from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.train import losses
 from eagle_jax.train.data import Packed
+from eagle_jax.train.rollout import reachable, rollout, started
+
+NUM_CHAIN = 6  # steps of the chain whose agreement evaluation follows
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """What the drafter learns. The defaults are EAGLE's two terms; each field beyond them is another paper's."""
+
+  regression: float = 1.0  # weight of the smooth-L1 distance to the target's features
+  cross_entropy: float = 1.0  # weight of the soft cross-entropy to the target's distribution
+  top_k: int = 10
+  top_k_cross_entropy: float = 0.0  # weight of the same over the target's k best tokens alone (HASS, arXiv:2408.15766)
+  num_steps: int = 1  # steps on the drafter's own features (HASS; EAGLE-3's training-time test)
+  step_decay: float = 1.0  # weight of each step relative to the one before
+  is_detached: bool = True  # no gradient through the features handed from step to step
+  reachable_top: int = (
+    0  # a chain counts while the text's tokens are among the drafter's best so many (GRIFFIN); 0: ever
+  )
+  is_leaky: bool = False  # see `rollout.staircase`; for comparison only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,84 +41,177 @@ class Recipe:
   """How a drafter is trained. Static in the step."""
 
   num_steps: int
-  num_rows: int = 1024  # packed rows a step
+  num_rows: int = 4  # packed rows a step: the global batch
+  num_places: int = 512  # tokens a packed row
+  objective: Objective = Objective()
   learning_rate: float = 1e-3  # at its peak
   warmup_steps: int = 100
-  regression_weight: float = 1.0
-  cross_entropy_weight: float = 1.0
+  weight_decay: float = 0.01
+  clip_norm: float = 0.5
+  num_accumulated: int = 1  # gradients averaged before one update
+  prompt_weight: float = 0.0  # how much a prompt's tokens count; an answer's count 1
   feature_noise: float = 0.1  # half-width of the uniform noise on input features
+  remat: bool = False  # recompute the layer in the backward pass: less memory, more time
+  dtype: str = 'float32'  # of the layer's work; parameters, scores and losses are float32
+  chunk_places: int = 256  # places a row whose logits exist at one time
   seed: int = 0
 
   def optimizer(self) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay and clipping by norm, on averaged gradients."""
     warmup = min(self.warmup_steps, self.num_steps // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, warmup, self.num_steps)
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.01))
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=self.weight_decay)
+    chain = optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+    return (
+      optax.MultiSteps(chain, self.num_accumulated).gradient_transformation() if self.num_accumulated > 1 else chain
+    )
 
 
 class TrainState(NamedTuple):
   """What training changes."""
 
-  params: Any  # the drafter's `fc` and `layer`
+  params: Any  # the drafter's `fc` and `layer`, float32
   optimizer: Any
-  step: jax.Array  # [] i32
+  step: jax.Array  # [] i32, steps done
 
 
 class Frozen(NamedTuple):
-  """What training reads: the target's embedding, and the head rows of the ids that the loss looks at."""
+  """What training reads."""
 
-  embed: jax.Array  # [V, D]
-  head: jax.Array  # [U, D]
+  embed: jax.Array  # [V, D], the target's
+  head: jax.Array  # [U, D], the target's rows of the ids that the loss looks at
+  row_of: jax.Array  # [V] i32, which of those rows an id has; -1 for none
+  target: Any  # the target's parameters where features are computed in the step, else ()
 
 
-def predict(params, frozen: Frozen, feature_DL: jax.Array, packed: Packed, *, network: Eagle) -> jax.Array:
-  """[D, L]: the drafter's outputs, which stand in for the next features, over packed sequences."""
-  is_same_LL = packed.sequence[:, None] == packed.sequence[None, :]
-  mask_LL = jnp.tri(len(packed.sequence), dtype=bool) & is_same_LL
-  state = network.init(1, len(packed.sequence))
-  out_D1L, _ = network.forward(
-    {**params, 'embed': frozen.embed},
-    packed.next_token[None],
-    feature_DL[:, None],
-    packed.position[None],
-    mask_LL[None],
-    state.cache.length,
-    state.cache,
+def target_features(frozen: Frozen, packed: Packed, target: TransformerTarget | None) -> jax.Array:
+  """[D, B, L]: the stored features, or those of a pass of `target` over the packed texts."""
+  if target is None:
+    return packed.feature.transpose(2, 0, 1)
+  is_same_BLL = packed.sequence[:, :, None] == packed.sequence[:, None, :]
+  mask_BLL = is_same_BLL & jnp.tri(packed.sequence.shape[1], dtype=bool)[None]
+  cache = target.init_cache(*packed.token.shape)
+  return target.forward(frozen.target, packed.token, packed.position, mask_BLL, cache)[0].feature
+
+
+class Rows(NamedTuple):
+  """What the losses compare the drafter's outputs with, place by place."""
+
+  target: jax.Array  # [D, B, L], the features to be predicted
+  label: jax.Array  # [B, L] i32, the text's own token, as an index into the head's rows; -1 if it has none
+
+
+class Ranks(NamedTuple):
+  """How many ids the drafter prefers, at every step, to ..."""
+
+  best: jax.Array  # [S, B, L] i32, ... the target's favourite
+  label: jax.Array  # [S, B, L] i32, ... the text's own token
+
+
+def distill(objective: Objective, head_UD: jax.Array, out_DSBL: jax.Array, rows: Rows):
+  """Per place: the weighted sum of cross-entropies [S, B, L], and (the plain cross-entropy, `Ranks`)."""
+  width, num_steps, *shape = out_DSBL.shape
+  p_UR = jax.nn.softmax(head_logits(head_UD, rows.target.reshape(width, -1)), axis=0)
+  weight_UR = objective.cross_entropy * p_UR
+  if objective.top_k_cross_entropy:
+    weight_UR += objective.top_k_cross_entropy * losses.top_k_of(p_UR, objective.top_k)
+  best_R, label_R = jnp.argmax(p_UR, axis=0).astype(jnp.int32), rows.label.reshape(-1)
+  steps = []
+  for step in range(num_steps):
+    logits_UR = head_logits(head_UD, out_DSBL[:, step].reshape(width, -1))
+    log_q_UR = jax.nn.log_softmax(logits_UR, axis=0)
+    loss_R, plain_R = losses.cross_entropy(log_q_UR, weight_UR), losses.cross_entropy(log_q_UR, p_UR)
+    steps.append((loss_R, plain_R, losses.rank_of(logits_UR, best_R), losses.rank_of(logits_UR, label_R)))
+  loss, plain, best, label = (jnp.stack(x).reshape(num_steps, *shape) for x in zip(*steps, strict=True))
+  return loss, (plain, Ranks(best, label))
+
+
+def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Eagle, target, recipe: Recipe):
+  """The loss, and metrics by step: `cross_entropy_s`, `regression_s`, `top1_s` (agreement with the target's best), ...
+
+  `chain_s` is the share of places whose chain, drafted greedily from step 0 to s, is all the text's own.
+  """
+  objective = recipe.objective
+  feature_DBL = jax.lax.stop_gradient(target_features(frozen, packed, target)).astype(jnp.float32)
+  next_DBL = jnp.roll(feature_DBL, -1, axis=2)
+  half = recipe.feature_noise
+  noisy_DBL = feature_DBL + jax.random.uniform(key, feature_DBL.shape, minval=-half, maxval=half)
+  run = functools.partial(
+    rollout,
+    network=network,
+    num_steps=objective.num_steps,
+    is_detached=objective.is_detached,
+    is_leaky=objective.is_leaky,
   )
-  return out_D1L[:, 0]
+  read = {**params, 'embed': frozen.embed}
+  out_DSBL = (jax.checkpoint(run) if recipe.remat else run)(read, noisy_DBL.astype(network.dtype), packed)
+  out_DSBL = constrain(out_DSBL, ('width', None, 'batch', None))
 
+  rows = Rows(next_DBL, jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))
+  by_rows = losses.by_chunks(functools.partial(distill, objective), max(1, recipe.num_places // recipe.chunk_places))
+  entropy_SBL, (plain_SBL, ranks) = by_rows(frozen.head, out_DSBL, rows)
+  regression_SBL = losses.smooth_l1(out_DSBL, next_DBL[:, None])
 
-def loss_and_metrics(params, frozen: Frozen, packed: Packed, key: jax.Array, *, network: Eagle, recipe: Recipe):
-  """The weighted sum of losses, and what it is made of, with the share of rows whose best ids agree (`top1`)."""
-  feature_DL, next_DL = (x.astype(jnp.float32).T for x in (packed.feature, packed.next_feature))
-  noise_DL = jax.random.uniform(key, feature_DL.shape, minval=-recipe.feature_noise, maxval=recipe.feature_noise)
-  out_DL = predict(params, frozen, feature_DL + noise_DL, packed, network=network)
-  logits_UL, target_UL = head_logits(frozen.head, out_DL), head_logits(frozen.head, next_DL)
-  agree_L = (jnp.argmax(logits_UL, axis=0) == jnp.argmax(target_UL, axis=0)).astype(jnp.float32)
+  weight_SBL = started(packed, objective.num_steps)
+  is_followed_SBL = reachable(ranks.label == 0)
+  if objective.reachable_top:
+    weight_SBL = jnp.where(reachable(ranks.label < objective.reachable_top), weight_SBL, 0)
+  decay_S = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
+  row_SBL = objective.regression * regression_SBL + entropy_SBL
+  loss = losses.weighted_mean((row_SBL * weight_SBL).sum(axis=(1, 2)) / weight_SBL[0].sum().clip(1), decay_S)
+
+  means = {
+    'cross_entropy': plain_SBL,
+    'regression': regression_SBL,
+    'chain': is_followed_SBL & (ranks.label == 0),
+  } | {f'top{n}': ranks.best < n for n in (1, 2, 3)}
+  counted_SBL = started(packed, objective.num_steps)
   metrics = {
-    'regression': losses.smooth_l1(out_DL, next_DL, packed.weight),
-    'cross_entropy': losses.soft_cross_entropy(logits_UL, target_UL, packed.weight),
-    'top1': losses.weighted_mean(agree_L, packed.weight),
+    f'{name}_{step}': losses.weighted_mean(x_SBL[step].astype(jnp.float32), counted_SBL[step])
+    for name, x_SBL in means.items()
+    for step in range(objective.num_steps)
   }
-  loss = recipe.regression_weight * metrics['regression'] + recipe.cross_entropy_weight * metrics['cross_entropy']
-  return loss, metrics
+  return loss, {'loss': loss, **metrics}
 
 
-@functools.partial(jax.jit, static_argnames=('network', 'recipe'), donate_argnames='state')
+@functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'), donate_argnames='state')
 def train_step(
-  state: TrainState, frozen: Frozen, packed: Packed, *, network: Eagle, recipe: Recipe
+  state: TrainState,
+  frozen: Frozen,
+  packed: Packed,
+  *,
+  network: Eagle,
+  recipe: Recipe,
+  target: TransformerTarget | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One step of the optimizer on one packed row. `state` is donated."""
+  """One step of the optimizer on one batch. `state` is donated.
+
+  Args:
+    state: of the step before.
+    frozen: what is read.
+    packed: the batch.
+    network: the drafter.
+    recipe: losses and optimizer.
+    target: computes the features; None where they are stored.
+
+  Returns:
+    The next state, and metrics of the batch, [] f32 each; see `loss_and_metrics`.
+  """
   key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
   gradient_of = jax.grad(loss_and_metrics, has_aux=True)
-  gradient, metrics = gradient_of(state.params, frozen, packed, key, network=network, recipe=recipe)
+  gradient, metrics = gradient_of(state.params, frozen, packed, key, network=network, target=target, recipe=recipe)
   with jax.numpy_dtype_promotion('standard'):  # optax mixes dtypes
     updates, optimizer = recipe.optimizer().update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-  return TrainState(params, optimizer, state.step + 1), metrics
+  return TrainState(params, optimizer, state.step + 1), metrics | {'gradient_norm': optax.global_norm(gradient)}
 
 
-@functools.partial(jax.jit, static_argnames='network')
-def evaluate(params, frozen: Frozen, packed: Packed, *, network: Eagle) -> dict[str, jax.Array]:
-  """Metrics without noise."""
-  recipe = Recipe(num_steps=1, feature_noise=0.0)
-  return loss_and_metrics(params, frozen, packed, jax.random.key(0), network=network, recipe=recipe)[1]
+@functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'))
+def evaluate(
+  params, frozen: Frozen, packed: Packed, *, network: Eagle, recipe: Recipe, target: TransformerTarget | None = None
+) -> dict[str, jax.Array]:
+  """Metrics of a batch without noise, for `NUM_CHAIN` steps; `weight` is how many places counted."""
+  objective = dataclasses.replace(recipe.objective, num_steps=NUM_CHAIN, is_leaky=False)
+  plain = dataclasses.replace(recipe, objective=objective, feature_noise=0.0)
+  metrics = loss_and_metrics(params, frozen, packed, jax.random.key(0), network=network, target=target, recipe=plain)[1]
+  return metrics | {'weight': packed.weight.sum()}

@@ -1,0 +1,295 @@
+"""The target answers prompts: plain decoding of many rows, where a finished row makes room for the next prompt.
+
+A `Recorder` stands where a drafter would: it drafts nothing, and what a drafter would absorb (the features of the
+committed rows) it writes down.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax import cache as kv_cache
+from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.policy import Plain
+from eagle_jax.loop import decode_step
+from eagle_jax.prefill import bucket, pad_prompts, run_prefill
+from eagle_jax.sampling import Sampling
+from eagle_jax.sharding import mesh_of, using
+from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.conversations import Conversation, Message, Refused, counting, text_before
+from eagle_jax.tree import NO_TOKEN
+
+_TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
+
+
+class Recording(NamedTuple):
+  """Features of each row's committed tokens."""
+
+  feature: jax.Array  # [B, 1, S, D] f32, laid out as one head of a cache
+  length: jax.Array  # [B] i32
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder(NoDrafter):
+  """Drafts nothing and writes down the first `width` numbers of every feature: all of them, or none."""
+
+  width: int
+
+  def init(self, batch: int, num_slots: int) -> Recording:
+    return Recording(jnp.zeros((batch, 1, num_slots, self.width), jnp.float32), jnp.zeros(batch, jnp.int32))
+
+  def absorb(self, params, state: Recording, token_BP, taps, count_B) -> Recording:
+    feature_B1PD = taps.feature[: self.width].transpose(1, 2, 0)[:, None].astype(jnp.float32)
+    return Recording(kv_cache.write(state.feature, feature_B1PD, state.length), state.length + count_B)
+
+
+class Request(NamedTuple):
+  """A prompt to be answered."""
+
+  id: int  # keys the noise
+  token: list[int]
+  temperature: float
+
+
+class Answer(NamedTuple):
+  """The target's answer to a request."""
+
+  request: Request
+  token: np.ndarray  # [n] i32, ends with the EOS if one came
+  feature: np.ndarray  # [num_prompt + n - 1, D] bf16; the newest token has none: no pass saw it
+
+
+@functools.partial(jax.jit, donate_argnames='state')
+def _insert(state: DecodeState, fresh: DecodeState, row_R: jax.Array) -> DecodeState:
+  """Puts freshly prefilled rows, which have slots for their prompts alone, in the place of rows `row_R`.
+
+  A row beyond the last one is dropped.
+  """
+
+  def put(old, new):
+    return jax.tree.map(lambda x, y: x.at[(row_R, *map(slice, y.shape[1:]))].set(y, mode='drop'), old, new)
+
+  temperature = put(state.sampling.temperature, fresh.sampling.temperature)
+  by_row = [name for name in DecodeState._fields if name not in ('sampling', 'limits')]
+  rows: dict[str, Any] = {name: put(getattr(state, name), getattr(fresh, name)) for name in by_row}
+  return state._replace(sampling=state.sampling._replace(temperature=temperature), **rows)
+
+
+@functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
+def _advance(params: Params, state: DecodeState, num_done: jax.Array, *, spec: Spec) -> DecodeState:
+  """Decodes until `num_done` rows are done."""
+  return jax.lax.while_loop(
+    lambda state: state.is_done.sum() < num_done, lambda state: decode_step(params, state, spec=spec), state
+  )
+
+
+class Answerer:
+  """Answers any number of requests, `num_rows` at a time, in programs that are compiled once."""
+
+  def __init__(
+    self,
+    target: Target,
+    *,
+    num_rows: int,
+    num_refill: int,
+    max_prompt: int,
+    max_new_tokens: int,
+    seed: int = 0,
+    records_features: bool = True,
+  ):
+    """
+    Args:
+      target: answers.
+      num_rows: rows decoded together.
+      num_refill: finished rows that are refilled together.
+      max_prompt, max_new_tokens: tokens, at most; fix the size of the cache.
+      seed: of the noise, with the request's id.
+      records_features: if not, features have width 0.
+
+    Raises:
+      ValueError: more rows to be refilled together than there are, or a text beyond the target's context.
+    """
+    if not 1 <= num_refill <= num_rows:
+      raise ValueError(f'num_refill is {num_refill} and num_rows {num_rows}: 1 to num_rows rows are refilled together.')
+    if max_prompt + max_new_tokens > target.config.max_context:
+      raise ValueError(
+        f'max_prompt {max_prompt} + max_new_tokens {max_new_tokens} is beyond the context of '
+        f'{target.config.max_context}. Lower one of them.'
+      )
+    self.max_prompt = max_prompt
+    self.target = target
+    self._num_rows, self._num_refill = num_rows, num_refill
+    recorder = Recorder(target.config.width if records_features else 0)
+    self._spec = Spec(_network(target), recorder, Plain())
+    self._params, self._mesh = Params(target.params, ()), mesh_of(target.params)
+    self._seed = seed
+    # In NumPy: every state holds them, and states are donated.
+    limits: Any = np.int32(max_new_tokens), np.asarray([*target.config.eos_ids] or [NO_TOKEN], np.int32)
+    self._limits = Limits(*limits)
+    self._num_slots = bucket(max_prompt) + max_new_tokens
+    self._static = {'spec': self._spec, 'num_new': max_new_tokens}
+
+  def answer(self, requests: Iterable[Request]) -> Iterator[Answer]:
+    """Yields the answers as they are finished. An answer depends on its request and the seed alone.
+
+    Raises:
+      ValueError: a prompt is empty or longer than `max_prompt`.
+    """
+    waiting = collections.deque(requests)
+    for request in waiting:
+      if not 1 <= len(request.token) <= self.max_prompt:
+        raise ValueError(f'Request {request.id} has {len(request.token)} tokens; 1 to {self.max_prompt} are needed.')
+    asked: dict[int, Request] = {}  # by row
+    with using(self._mesh):
+      state = self._empty()
+    while waiting or asked:
+      with using(self._mesh):
+        state = self._refill(state, waiting, asked)
+        num_done = min(self._num_refill, len(waiting)) if waiting else self._num_rows
+        state = _advance(self._params, state, jnp.int32(num_done), spec=self._spec)
+        answers = self._harvest(state, asked)
+      yield from answers
+
+  def _refill(self, state: DecodeState, waiting: collections.deque[Request], asked: dict[int, Request]) -> DecodeState:
+    """Moves requests from `waiting` to free rows, `num_refill` at a time, for as long as there are both."""
+    while waiting and self._num_rows - len(asked) >= min(self._num_refill, len(waiting)):
+      free = [row for row in range(self._num_rows) if row not in asked]
+      chosen = self._next(waiting)
+      rows = free[: len(chosen)]
+      asked |= dict(zip(rows, chosen, strict=True))
+      state = _insert(state, self._prefill(chosen), jnp.asarray(self._padded(rows, self._num_rows)))
+    return state
+
+  def _next(self, waiting: collections.deque[Request]) -> list[Request]:
+    """Takes the first request, and with it others of about its length that wait near it: less padding."""
+    size = bucket(len(waiting[0].token))
+    near = [request for request, _ in zip(waiting, range(32 * self._num_refill), strict=False)]
+    fitting = [request for request in near if bucket(len(request.token)) <= size]
+    chosen = sorted(fitting, key=lambda request: -bucket(len(request.token)))[: self._num_refill]
+    for request in chosen:
+      waiting.remove(request)
+    return chosen
+
+  def _prefill(self, chosen: Sequence[Request]) -> DecodeState:
+    prompts = self._padded([request.token for request in chosen], [0])
+    tokens_RL, length_R = pad_prompts(prompts, max(len(request.token) for request in chosen))
+    temperature_R = jnp.asarray(self._padded([request.temperature for request in chosen], 0.0), jnp.float32)
+    sampling = Sampling.of(seed=self._seed)._replace(temperature=temperature_R)
+    id_R = jnp.asarray(self._padded([request.id for request in chosen], 0), jnp.int32)
+    arguments = self._params, tokens_RL, length_R, id_R, sampling, self._limits
+    return run_prefill(*arguments, num_slots=tokens_RL.shape[1], **self._static)
+
+  def _padded(self, values: list, filler: Any) -> list:
+    return values + [filler] * (self._num_refill - len(values))
+
+  def _empty(self) -> DecodeState:
+    """All rows done, none of them anyone's."""
+    zero_B = jnp.zeros(self._num_rows, jnp.int32)
+    sampling = Sampling.of(seed=self._seed)._replace(temperature=jnp.zeros(self._num_rows))
+    arguments = self._params, zero_B[:, None], zero_B + 1, zero_B, sampling, self._limits
+    shapes = jax.eval_shape(functools.partial(run_prefill, num_slots=self._num_slots, **self._static), *arguments)
+    blank = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    return blank._replace(is_done=jnp.ones(self._num_rows, bool), sampling=sampling, limits=self._limits)
+
+  def _harvest(self, state: DecodeState, asked: dict[int, Request]) -> list[Answer]:
+    """The answers of the rows that are done, which are then nobody's."""
+    is_done_B = np.asarray(state.is_done)
+    done = {row: asked.pop(row) for row in sorted(asked) if is_done_B[row]}
+    rows = np.resize([*done], -(-len(done) // self._num_refill) * self._num_refill)  # few sizes, few programs
+    taken = state.tokens[rows], state.num_tokens[rows], state.drafter.feature[rows, 0]
+    answers = []
+    for request, token_N, num_tokens, feature_SD in zip(done.values(), *map(np.asarray, taken), strict=False):
+      num_seen = len(request.token) + num_tokens - 1
+      answers.append(Answer(request, token_N[:num_tokens].copy(), feature_SD[:num_seen].astype(jnp.bfloat16)))
+    return answers
+
+
+def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+  """[n, D] bf16 for each text of n tokens: one target pass over it, together with others of about its length."""
+  network = _network(target)
+  sizes = [bucket(len(text)) for text in texts]
+  found: dict[int, np.ndarray] = {}
+  for size in sorted(set(sizes)):
+    batch = max(1, _TOKENS_PER_PASS // size)
+    alike = [index for index, other in enumerate(sizes) if other == size]
+    for start in range(0, len(alike), batch):
+      chosen = alike[start : start + batch]
+      token_BL, _ = pad_prompts([texts[i] for i in chosen] + [[0]] * (batch - len(chosen)), size)
+      with using(mesh_of(target.params)):
+        feature_BLD = np.asarray(_whole_pass(target.params, token_BL, network=network))
+      found |= {i: feature_LD[: len(texts[i])] for i, feature_LD in zip(chosen, feature_BLD, strict=False)}
+  return [found[index] for index in range(len(texts))]
+
+
+@functools.partial(jax.jit, static_argnames='network')
+def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget) -> jax.Array:
+  """[B, L, D] bf16"""
+  batch, length = token_BL.shape
+  position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
+  causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
+  taps, _ = network.forward(params, token_BL, position_BL, causal_BLL, network.init_cache(batch, length))
+  return taps.feature.transpose(1, 2, 0).astype(jnp.bfloat16)
+
+
+def synthesize(
+  answerer: Answerer,
+  numbers: Iterable[int],
+  refused: collections.Counter[str],
+  *,
+  num_turns: int = 1,
+  temperature: float = 1.0,
+) -> list[Conversation]:
+  """Conversations out of nothing: the target writes the user's messages too (Magpie, arXiv:2406.08464).
+
+  It is prompted with the chat template's opening of a user's turn, and what it writes up to its end of turn is the
+  message. What it answers in between is left out of the conversation.
+
+  Args:
+    answerer: its target talks to itself; has a tokenizer with a chat template.
+    numbers: one a conversation; the number and the answerer's seed decide it.
+    refused: counts the conversations in which a message is empty or cut short, or a prompt too long.
+    num_turns: user's messages a conversation.
+    temperature: above 0, since all conversations start alike.
+  """
+  said: dict[int, list[Message]] = {number: [] for number in numbers}
+  for role in (['user', 'assistant'] * num_turns)[:-1]:
+    said = _another_message(answerer, said, role, refused, temperature)
+  return [Conversation(tuple(message['content'] for message in said[n] if message['role'] == 'user')) for n in said]
+
+
+def _another_message(
+  answerer: Answerer, said: dict[int, list[Message]], role: str, refused: collections.Counter[str], temperature: float
+) -> dict[int, list[Message]]:
+  """Each conversation with one message more; those that cannot have one are left out, and counted."""
+  target, requests, longer = answerer.target, [], {}
+  for number, messages in said.items():
+    with counting(refused):
+      token = target.tokenizer.encode(text_before(target.tokenizer, messages))
+      if len(token) > answerer.max_prompt:
+        raise Refused('self-synthesis: a prompt is too long')
+      requests.append(Request(~number, token, temperature))  # an id, so a noise, that no answer to a prompt has
+  for answer in sorted(answerer.answer(requests), key=lambda answer: ~answer.request.id):
+    with counting(refused):
+      number = ~answer.request.id
+      longer[number] = [*said[number], {'role': role, 'content': _whole_text(target, answer)}]
+  return longer
+
+
+def _whole_text(target: Target, answer: Answer) -> str:
+  *token, end = answer.token.tolist()
+  if end not in target.config.eos_ids:
+    raise Refused('self-synthesis: a message was cut short')
+  if not (text := target.tokenizer.decode(token).strip()):
+    raise Refused('self-synthesis: an empty message')
+  return text
+
+
+def _network(target: Target) -> TransformerTarget:
+  return TransformerTarget(target.config, target.params['embed']['weight'].dtype)

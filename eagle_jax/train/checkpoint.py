@@ -1,0 +1,131 @@
+"""What a training run leaves in its folder as it goes: checkpoints, and metrics as CSV and for TensorBoard."""
+
+import contextlib
+import csv
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from eagle_jax.train.step import TrainState
+from eagle_jax.weights.files import replacing
+
+log = logging.getLogger('eagle_jax')
+
+
+class Checkpoints:
+  """The last checkpoints of a run, and the best by one of its metrics; written in the background, whole or not at all.
+
+  A `TrainState` is all there is to resume from: its step number decides the batch and the noise that come next.
+  """
+
+  def __init__(self, folder: Path, *, best_by: str):
+    """
+    Args:
+      folder: of the checkpoints; made if missing. What a killed run left half-written there is removed.
+      best_by: the metric to keep the best by; larger is better.
+    """
+
+    def score(metrics: Mapping[str, float]) -> float:
+      return metrics[best_by]
+
+    policies = [LatestN(2), BestN(get_metric_fn=score, n=1)]
+    options = ocp.CheckpointManagerOptions(
+      best_fn=score,
+      best_mode='max',
+      preservation_policy=AnyPreservationPolicy(policies),
+      cleanup_tmp_directories=True,
+    )
+    self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+  def __enter__(self) -> 'Checkpoints':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._manager.wait_until_finished()
+    self._manager.close()
+
+  @property
+  def is_empty(self) -> bool:
+    return self._manager.latest_step() is None
+
+  def save(self, state: TrainState, metrics: Mapping[str, float]) -> bool:
+    """Starts to write the state, which may be donated as soon as this returns. Is it the best so far?"""
+    step, best = int(state.step), self._manager.best_step()
+    score = self._manager._options.best_fn
+    own = jax.tree.map(jnp.copy, state)  # what is written must outlive the donation
+    self._manager.save(step, args=ocp.args.StandardSave(own), metrics=dict(metrics))
+    return best is None or score(metrics) > score(self._manager.metrics(best))
+
+  def restore(self, like: TrainState) -> TrainState:
+    """The last state, placed as `like` is.
+
+    Raises:
+      ValueError: it is of another drafter or optimizer.
+    """
+    step = self._manager.latest_step()
+    try:
+      return self._manager.restore(
+        step, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+      )
+    except (ValueError, KeyError, TypeError) as error:
+      raise ValueError(
+        f'Checkpoint {step} in {self._manager.directory} is of another drafter or optimizer: {error}. '
+        'Resume with the configuration that the run began with, or choose another --out.'
+      ) from error
+
+
+@contextlib.contextmanager
+def metrics_log(path: Path, *, first_step: int) -> Iterator:
+  """Yields a function that appends one row of metrics: (step, {name: value}).
+
+  Rows of `first_step` and later, which a killed run left behind its last checkpoint, are dropped. TensorBoard gets the
+  same numbers beside the file where tensorboardX is installed.
+
+  Args:
+    path: of the CSV file; its columns are those of the first row.
+    first_step: the step that will be logged next, at the earliest.
+  """
+  kept = []
+  if path.exists():
+    with open(path, newline='', encoding='utf-8') as file:
+      kept = [row for row in csv.DictReader(file) if int(row['step']) < first_step]
+  with replacing(path) as temporary, open(temporary, 'w', newline='', encoding='utf-8') as file:
+    if kept:
+      writer = csv.DictWriter(file, kept[0].keys())
+      writer.writeheader()
+      writer.writerows(kept)
+  board = _board(path.with_suffix(''), first_step)
+  with contextlib.closing(board), open(path, 'a', newline='', encoding='utf-8') as file:
+
+    def append(step: int, metrics: Mapping[str, float]) -> None:
+      writer = csv.DictWriter(file, ['step', *metrics])
+      if file.tell() == 0:
+        writer.writeheader()
+      writer.writerow({'step': step, **metrics})
+      file.flush()
+      for name, value in metrics.items():
+        board.add_scalar(name, value, step)
+
+    yield append
+
+
+class _NoBoard:
+  def add_scalar(self, *_) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
+
+def _board(folder: Path, first_step: int):
+  try:
+    from tensorboardX import SummaryWriter
+  except ImportError:
+    log.info('no tensorboardX: metrics go to CSV alone')
+    return _NoBoard()
+  return SummaryWriter(str(folder), purge_step=first_step)

@@ -1,0 +1,230 @@
+"""Conversations in files to tokens with a mask of answers; what cannot be used is counted, never fatal."""
+
+import collections
+import contextlib
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eagle_jax.weights.files import replacing
+
+Message = dict[str, str]  # 'role': system, user or assistant; 'content'
+
+_ROLES = {
+  'system': 'system',
+  'user': 'user', 'human': 'user',
+  'assistant': 'assistant', 'gpt': 'assistant', 'model': 'assistant',
+}  # fmt: skip
+_SOME_ANSWER: Message = {'role': 'assistant', 'content': 'A'}
+
+
+class Refused(Exception):
+  """What cannot be trained on, from here on. Its text is the reason that is counted."""
+
+
+@contextlib.contextmanager
+def counting(refused: collections.Counter[str]) -> Iterator[None]:
+  """Counts what is refused inside, by reason, and goes on after it."""
+  try:
+    yield
+  except Refused as reason:
+    refused[str(reason)] += 1
+
+
+class Conversation(NamedTuple):
+  """A user and an assistant in turn, the user first."""
+
+  users: tuple[str, ...]  # the user's messages
+  answers: tuple[str, ...] = ()  # the assistant's, to the first of them
+  system: str | None = None
+
+
+def read_conversations(path: str | Path, refused: collections.Counter[str]) -> Iterator[Conversation]:
+  """Conversations of a text file, gzipped or not.
+
+  A line is a prompt, or a JSON object with `prompt` (a string), `turns` (the user's messages), `messages` (`role` and
+  `content`) or `conversations` (`from` and `value`, as ShareGPT has them). Empty lines are passed over.
+
+  Args:
+    path: of the file.
+    refused: counts the lines that cannot be used, by reason.
+
+  Raises:
+    ValueError: no such file.
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise ValueError(f'No file of conversations at {path}: give one with a prompt or a JSON object a line.')
+  for line in _lines(path, refused):
+    if line.strip():
+      with counting(refused):
+        yield parse(line)
+
+
+def write_prompts(path: Path, conversations: Iterable[Conversation]) -> None:
+  """Writes the users' messages as JSON Lines of `turns`; the file is written whole or not at all."""
+  with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+    file.writelines(json.dumps({'turns': conversation.users}) + '\n' for conversation in conversations)
+
+
+def _lines(path: Path, refused: collections.Counter[str]) -> Iterator[bytes]:
+  with gzip.open(path, 'rb') if path.suffix == '.gz' else open(path, 'rb') as lines:
+    try:
+      yield from lines
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+      refused['the gzip file is damaged from here on'] += 1
+
+
+def parse(line: bytes) -> Conversation:
+  """The conversation of one line, checked.
+
+  Raises:
+    Refused: malformed, no text, empty, of unknown roles, or not user and assistant in turn.
+  """
+  try:
+    text = line.decode('utf-8-sig').strip()
+    fields = json.loads(text) if text.startswith('{') else {'prompt': text}
+  except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, too many digits or brackets
+    raise Refused('malformed line') from error
+  messages = fields.get('messages', fields.get('conversations'))
+  if isinstance(messages, list):
+    return _in_turn([_role_and_text(message) for message in messages])
+  turns = fields.get('turns')
+  if isinstance(turns, list) and turns:
+    return Conversation(tuple(map(_text, turns)))
+  if 'prompt' in fields:
+    return Conversation((_text(fields['prompt']),))
+  raise Refused('no prompt, turns, messages or conversations')
+
+
+def _in_turn(messages: list[tuple[str, str]]) -> Conversation:
+  system = None
+  if messages and messages[0][0] == 'system':
+    (_, system), *messages = messages
+  roles = [role for role, _ in messages]
+  if not roles or roles != (['user', 'assistant'] * len(roles))[: len(roles)]:
+    raise Refused('not user and assistant in turn')
+  texts = tuple(text for _, text in messages)
+  return Conversation(texts[::2], texts[1::2], system)
+
+
+def _role_and_text(message: Any) -> tuple[str, str]:
+  if not isinstance(message, Mapping):
+    raise Refused('malformed line')
+  role = message.get('role', message.get('from'))
+  if not isinstance(role, str) or role not in _ROLES:
+    raise Refused('unknown role')
+  return _ROLES[role], _text(message.get('content', message.get('value')))
+
+
+def _text(value: Any) -> str:
+  if not isinstance(value, str):
+    raise Refused('a message is no text')
+  if not value.strip():
+    raise Refused('empty message')
+  try:
+    value.encode()
+  except UnicodeEncodeError as error:  # half of a surrogate pair, which a JSON escape can write
+    raise Refused('a message is no text') from error
+  return value
+
+
+def user(text: str) -> Message:
+  return {'role': 'user', 'content': text}
+
+
+def text_before(tokenizer: Any, messages: Sequence[Message]) -> str:
+  """The chat template's text up to where the next message is to be written, by whoever did not write the last one.
+
+  Raises:
+    Refused: the template does not take the messages.
+  """
+  if messages and messages[-1]['role'] == 'user':
+    return _render(tokenizer, messages, True)
+  # Two messages are rendered alike up to where they differ: from their first letter on.
+  return os.path.commonprefix([_render(tokenizer, [*messages, user(text)], False) for text in 'AB'])
+
+
+class Script(NamedTuple):
+  """A conversation under way, as tokens. It ends where the assistant is to speak, or has spoken."""
+
+  token: list[int]
+  is_answer: list[bool]  # by token: the assistant's own, the EOS included
+  messages: list[Message]  # up to the newest prompt; `_SOME_ANSWER` in the answers' places
+  later: tuple[str, ...]  # what the user will say
+
+  @classmethod
+  def of(cls, tokenizer: Any, conversation: Conversation) -> 'Script':
+    """The conversation up to its first answer.
+
+    Raises:
+      Refused: the chat template does not take the messages, or there is none, and more than a prompt.
+    """
+    first, *later = conversation.users
+    if tokenizer.has_chat_template:
+      system = [] if conversation.system is None else [{'role': 'system', 'content': conversation.system}]
+      messages = [*system, user(first)]
+      token = tokenizer.encode(_render(tokenizer, messages, True))
+    elif conversation.system is None and not later:
+      messages, token = [user(first)], tokenizer.encode_prompt(first)
+    else:
+      raise Refused('more than a prompt, and no chat template')
+    return cls(token, [False] * len(token), messages, tuple(later))
+
+  def answered(self, token: list[int]) -> 'Script':
+    """With an answer's tokens."""
+    return self._replace(token=self.token + token, is_answer=self.is_answer + [True] * len(token))
+
+  def answer_tokens(self, tokenizer: Any, text: str, eos_ids: Sequence[int]) -> list[int]:
+    """The tokens the target would have generated to give this answer: the text's own and the template's end of turn.
+
+    Raises:
+      Refused: there is no chat template, it ends answers otherwise than the target does, or the text holds an EOS.
+    """
+    if not tokenizer.has_chat_template:
+      raise Refused('an answer to be used as it is, and no chat template')
+    token, end = tokenizer.encode(text), self._after_answer(tokenizer)[:1]
+    if not set(end) & set(eos_ids):
+      raise Refused('the chat template does not end an answer with an EOS')
+    if set(token) & set(eos_ids):
+      raise Refused('an answer holds an EOS')
+    return token + end
+
+  def next_turn(self, tokenizer: Any, eos_ids: Sequence[int], *, max_prompt: int) -> 'Script':
+    """With the first of the user's `later` messages, after an answer.
+
+    The answer keeps its own tokens: only what the chat template puts between two answers is encoded.
+
+    Raises:
+      Refused: the answer was cut short, the whole becomes longer than `max_prompt` tokens, or the template does not
+        take the messages or renders a turn differently once another follows it.
+    """
+    if self.token[-1] not in eos_ids:
+      raise Refused('ended early: an answer was cut short')
+    said, *later = self.later
+    between = self._after_answer(tokenizer, user(said))
+    if set(between[:1]) & set(eos_ids):  # the answer has brought its own
+      between = between[1:]
+    if len(self.token) + len(between) > max_prompt:
+      raise Refused('ended early: a later prompt is too long')
+    messages = [*self.messages, _SOME_ANSWER, user(said)]
+    return Script(self.token + between, self.is_answer + [False] * len(between), messages, tuple(later))
+
+  def _after_answer(self, tokenizer: Any, *following: Message) -> list[int]:
+    """Tokens of what the template puts after an answer: the end of the turn, then the messages that follow."""
+    before = _render(tokenizer, self.messages, True) + _SOME_ANSWER['content']
+    text = _render(tokenizer, [*self.messages, _SOME_ANSWER, *following], bool(following))
+    if not text.startswith(before):
+      raise Refused('the chat template rewrites earlier turns')
+    return tokenizer.encode(text.removeprefix(before))
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+  try:
+    return tokenizer.render(messages, add_generation_prompt)
+  except ValueError as error:
+    raise Refused(str(error)) from error

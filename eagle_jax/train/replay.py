@@ -1,0 +1,195 @@
+"""Evaluation of a drafter on recorded text, without a pass of the target.
+
+A drafted node is accepted iff its path equals the text that follows, be that text the target's greedy choice or a
+sample. So a network that recites the text, with the features recorded beside it, stands in for the target in the very
+decode loop that users run, at temperature 0.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.cache import KVCache
+from eagle_jax.decode import build
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.loop import decode_loop, result
+from eagle_jax.prefill import pad_prompts, prepare, run_prefill
+from eagle_jax.sampling import Sampling
+from eagle_jax.state import Params, Spec
+from eagle_jax.target.transformer import Target
+from eagle_jax.train.shards import Example
+
+
+class Text(NamedTuple):
+  """What `Replay` recites: its parameters. S places, padded at the end."""
+
+  token: Any  # [B, S] i32, prompt and answer
+  feature: Any  # [B, S, D], of the token at the same place
+
+
+class ReplayTaps(NamedTuple):
+  """What a pass over recorded text shows."""
+
+  feature: jax.Array  # [D, B, T], recorded at the rows' positions
+  next_token: jax.Array  # [1, B, T] i32, what the text says after them
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+  """A `target.TargetNetwork` that looks at positions alone and says what was said there; decode at temperature 0.
+
+  At a node that is not on the text's own path this is no target's choice; but the walk of `verify` reaches none.
+  """
+
+  vocab_size: int
+  eos_ids: tuple[int, ...] = ()  # a recorded answer ends where it ends
+
+  def init_cache(self, batch: int, num_slots: int) -> KVCache:
+    """No layers: only the lengths."""
+    return KVCache((), (), jnp.zeros(batch, jnp.int32))
+
+  def forward(self, params: Text, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[ReplayTaps, KVCache]:
+    feature_BTD = jnp.take_along_axis(params.feature, position_BT[..., None], axis=1, mode='clip')
+    next_BT = jnp.take_along_axis(params.token, position_BT + 1, axis=1, mode='clip')
+    return ReplayTaps(feature_BTD.transpose(2, 0, 1), next_BT[None]), cache
+
+  def logits(self, params: Text, taps: ReplayTaps) -> jax.Array:
+    """[V, B, T] f32: 1 at the next token, 0 elsewhere."""
+    return jax.nn.one_hot(taps.next_token[0], self.vocab_size, axis=0, dtype=jnp.float32)
+
+
+class Recorded(NamedTuple):
+  """The first answer of an `Example`, and what led to it."""
+
+  token: np.ndarray  # [n + 1] i32, prompt and answer
+  feature: np.ndarray  # [n, D]
+  num_prompt: int  # tokens before the answer
+
+  @property
+  def num_new(self) -> int:
+    """Tokens of the answer."""
+    return len(self.token) - self.num_prompt
+
+
+def first_answer(example: Example) -> Recorded:
+  """Cuts an example after its first answer.
+
+  Raises:
+    ValueError: it has no answer, or nothing before it.
+  """
+  num_prompt = int(np.argmax(example.is_answer))
+  if num_prompt < 1:
+    raise ValueError(
+      f'Example {example.id} has no answer after a prompt: is_answer must be False at first, and True later. '
+      'Leave it out of the evaluation.'
+    )
+  end = num_prompt + int(np.argmin(np.append(example.is_answer[num_prompt:], False)))
+  return Recorded(example.token[:end], example.feature[: end - 1], num_prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+  """How a drafter fared on recorded answers; the lists go by example."""
+
+  num_accepted: list[list[int]]  # by target pass, as in `decode.Generation`
+  num_new_tokens: list[int]  # of the answer
+  policy: TreePolicy
+
+  @property
+  def num_passes(self) -> int:
+    """Target passes that decoding would have taken, prefill apart."""
+    return sum(map(len, self.num_accepted))
+
+  @property
+  def tau(self) -> float:
+    """New tokens a target pass, over all examples; a row's first token comes from prefill, and does not count."""
+    num_decoded = sum(self.num_new_tokens) - len(self.num_new_tokens)
+    return num_decoded / self.num_passes if self.num_passes else 1.0
+
+  @property
+  def nodes_per_token(self) -> float:
+    """Tree nodes verified for each new token, the root included: what a target pass costs, where rows cost."""
+    return self.policy.num_nodes / self.tau
+
+  @property
+  def acceptance(self) -> tuple[float, ...]:
+    """By depth 1 .. max_depth: the share of passes that accepted a node there, of those that accepted its parent.
+
+    A pass whose answer ended before a depth says nothing about it. NaN where no pass came so far.
+    """
+    accepted_R1 = np.concatenate([np.asarray(row, np.int32) for row in self.num_accepted])[:, None]
+    ready = [np.asarray(row, np.int32) + 1 for row in self.num_accepted]
+    room = [num_new - 1 - (np.cumsum(row) - row) for num_new, row in zip(self.num_new_tokens, ready, strict=True)]
+    depth_1d = np.arange(1, self.policy.max_depth + 1)[None]
+    num_hit_d = (accepted_R1 >= depth_1d).sum(axis=0)
+    num_tried_d = ((accepted_R1 >= depth_1d - 1) & (np.concatenate(room)[:, None] >= depth_1d)).sum(axis=0)
+    share_d = np.full(num_hit_d.shape, np.nan)
+    return tuple(np.divide(num_hit_d, num_tried_d, out=share_d, where=num_tried_d > 0).tolist())
+
+
+def trace(
+  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int
+) -> Traced:
+  """Decodes the recorded answers anew: in float32, and with features of float32, `num_accepted` is that of `generate`.
+
+  Of a conversation of several turns the first answer alone is traced. All batches have one shape, that of the longest
+  prompt and of the longest answer, so the two programs are compiled once for each such shape and policy.
+
+  Args:
+    target: whose answers they are. Its embedding and its head are read, its layers are not.
+    drafter: to be evaluated.
+    examples: one or more.
+    policy: which trees it drafts.
+    num_rows: examples decoded together.
+
+  Raises:
+    ValueError: no example came, one has no answer after a prompt, or drafter or policy do not fit; see `build`.
+  """
+  if not examples:
+    raise ValueError('No example came; tracing needs one or more.')
+  params, spec = build(target, drafter, policy=policy)
+  spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size))
+  answers = [first_answer(example) for example in examples]
+  num_accepted: list[list[int]] = [[] for _ in answers]
+  order = sorted(range(len(answers)), key=lambda number: answers[number].num_new)  # so rows of a batch end together
+  max_prompt, max_new = max(a.num_prompt for a in answers), max(a.num_new for a in answers)
+  for start in range(0, len(order), num_rows):
+    numbers = order[start : start + num_rows]
+    chosen = [answers[number] for number in numbers]
+    rows = _decode(params, spec, chosen, num_rows=num_rows, max_prompt=max_prompt, max_new=max_new)
+    for number, row in zip(numbers, rows, strict=True):
+      num_accepted[number] = row
+  return Traced(num_accepted, [answer.num_new for answer in answers], policy)
+
+
+def _decode(
+  params: Params, spec: Spec, answers: Sequence[Recorded], *, num_rows: int, max_prompt: int, max_new: int
+) -> list[list[int]]:
+  """One batch: `num_accepted` of each answer. Rows left over recite the first answer, and end at once."""
+  num_idle = num_rows - len(answers)
+  rows = [*answers, *[answers[0]] * num_idle]
+  # The limit of a row is its own answer's length. It cuts whatever is accepted past the end, as an EOS inside a path or
+  # `max_new_tokens` cut it when the answer was made: so what `Replay` says there never counts.
+  limit_B = np.asarray([answer.num_new for answer in answers] + [1] * num_idle, np.int32)
+  prompt_BL, length_B = pad_prompts([row.token[: row.num_prompt].tolist() for row in rows], max_prompt)
+  (_, *request, limits), static = prepare(
+    params, prompt_BL, length_B, spec=spec, max_new_tokens=max_new, sampling=Sampling.of(), row_ids=None, eos_ids=None
+  )
+  params = params._replace(target=jax.device_put(_text(rows, max_prompt + max_new)))
+  state = run_prefill(params, *request, limits._replace(max_new_tokens=limit_B), **static)
+  _, _, num_accepted_BN = result(decode_loop(params, state, spec=spec))
+  return [row[row >= 0].tolist() for row in np.asarray(num_accepted_BN)[: len(answers)]]
+
+
+def _text(rows: Sequence[Recorded], max_tokens: int) -> Text:
+  """The rows, padded to the bucket of `max_tokens`."""
+  token_BS, _ = pad_prompts([row.token.tolist() for row in rows], max_tokens)
+  feature_BSD = np.zeros((*token_BS.shape, rows[0].feature.shape[1]), rows[0].feature.dtype)
+  for row_SD, row in zip(feature_BSD, rows, strict=True):
+    row_SD[: len(row.feature)] = row.feature
+  return Text(token_BS, feature_BSD)

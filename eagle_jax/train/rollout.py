@@ -1,0 +1,112 @@
+"""The drafter over whole texts, step after step on its own outputs, as it will draft them.
+
+Step 1 reads the target's features. At step s row t reads, in place of f_t, what row t - 1 gave at step s - 1: the
+feature that a chain drafted from row t - s + 1 would hold there. Rows keep their tokens, positions and targets at every
+step (HASS, arXiv:2408.15766).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.target.layers import HIDDEN, Mix, mixed, scores
+from eagle_jax.train.data import Packed
+
+
+def staircase(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> Mix:
+  """Attention of the step that follows those in `memory`: what decoding would have in its cache.
+
+  A row t of step s sees the true rows up to t - s + 1 (step 1), then one row of each later step: t - s + 2 of step 2,
+  ..., itself of step s. So besides the causal scores of step 1 there are s - 1 diagonals.
+
+  Args:
+    memory: keys and values [B, G, L, K] of the earlier steps.
+    sequence_BL: [B, L] i32, which sequence each row belongs to; none sees another's.
+    is_leaky: hidden rows stay in the denominator with score 0, as in the trainers released with HASS: to compare with.
+  """
+
+  def mix(q_BGJLK, k_BGLK, v_BGLK):
+    steps = (*memory, (k_BGLK, v_BGLK))
+    (keys_BGLK, values_BGLK), age, num_rows = steps[0], len(memory), sequence_BL.shape[1]
+    is_same_BLL = sequence_BL[:, :, None] == sequence_BL[:, None, :]
+    visible_BLL = is_same_BLL & jnp.tri(num_rows, k=-age, dtype=bool)[None]
+    # What row t - d was at step s - d, moved to row t.
+    diagonals = [jax.tree.map(lambda x, d=d: jnp.roll(x, d, axis=2), steps[age - d]) for d in range(age)]
+    hidden = 0.0 if is_leaky and age else HIDDEN
+    score_BGJLS = jnp.where(visible_BLL[:, None, None], scores(q_BGJLK, keys_BGLK), hidden)
+    weight_BGJLS = jax.nn.softmax(jnp.concatenate([score_BGJLS, *(own_scores(q_BGJLK, k) for k, _ in diagonals)], -1))
+    if is_leaky:
+      seen_BLS = jnp.pad(visible_BLL, ((0, 0), (0, 0), (0, age)), constant_values=True)
+      weight_BGJLS = jnp.where(seen_BLS[:, None, None], weight_BGJLS, 0)
+    out_BGJLK = mixed(weight_BGJLS[..., :num_rows], values_BGLK)
+    for i, (_, v_BGLK) in enumerate(diagonals):
+      out_BGJLK += (weight_BGJLS[..., num_rows + i, None] * v_BGLK[:, :, None]).astype(v_BGLK.dtype)
+    return out_BGJLK, steps
+
+  return mix
+
+
+def own_scores(q_BGJLK: jax.Array, k_BGLK: jax.Array) -> jax.Array:
+  """[B, G, J, L, 1] f32: the scores of row t's query with row t's key alone."""
+  product_BGJLK = q_BGJLK.astype(jnp.float32) * k_BGLK[:, :, None].astype(jnp.float32)
+  return product_BGJLK.sum(axis=-1, keepdims=True) * (q_BGJLK.shape[-1] ** -0.5)
+
+
+def rollout(
+  params: Any,
+  feature_DBL: jax.Array,
+  packed: Packed,
+  *,
+  network: Eagle,
+  num_steps: int,
+  is_detached: bool = True,
+  is_leaky: bool = False,
+) -> jax.Array:
+  """[D, num_steps, B, L]: at every step, the outputs that stand in for the next features.
+
+  Args:
+    params: the drafter's, with the target's `embed`.
+    feature_DBL: the target's features, perhaps with noise.
+    packed: texts.
+    network: the drafter.
+    num_steps: 1 is EAGLE; later ones read the drafter's own outputs.
+    is_detached: no gradient through the features that a step reads from the one before.
+    is_leaky: see `staircase`.
+  """
+  outs, memory, read_DBL = [], (), feature_DBL
+  for _ in range(num_steps):
+    mix = staircase(memory, packed.sequence, is_leaky=is_leaky)
+    out_DBL, memory = network.rows(params, packed.next_token, read_DBL, packed.position, mix)
+    outs.append(out_DBL)
+    read_DBL = jnp.roll(jax.lax.stop_gradient(out_DBL) if is_detached else out_DBL, 1, axis=2)
+  return jnp.stack(outs, axis=1)
+
+
+def started(packed: Packed, num_steps: int) -> jax.Array:
+  """[num_steps, B, L] f32, how much each row counts at each step: as it does itself, if its chain began in a row of
+  the same text that counts too.
+  """
+  weight_BL, steps = packed.weight, [packed.weight]
+  for age in range(1, num_steps):
+    is_same_BL = packed.sequence == jnp.roll(packed.sequence, age, axis=1)
+    is_later_1L = jnp.arange(packed.sequence.shape[1])[None] >= age
+    is_begun_BL = is_same_BL & is_later_1L & (jnp.roll(weight_BL, age, axis=1) > 0)
+    steps.append(jnp.where(is_begun_BL, weight_BL, 0))
+  return jnp.stack(steps)
+
+
+def reachable(is_hit_SBL: jax.Array) -> jax.Array:
+  """[S, B, L] bool: the chain that step s of row t ends was on the text's own path at every earlier step.
+
+  Decoding gets to depth s only along accepted nodes (GRIFFIN, arXiv:2502.11018).
+
+  Args:
+    is_hit_SBL: at each step, was the text's own token among the drafter's best?
+  """
+  reach_BL, steps = jnp.ones_like(is_hit_SBL[0]), []
+  for is_hit_BL in is_hit_SBL:
+    steps.append(reach_BL)
+    reach_BL = jnp.roll(reach_BL & is_hit_BL, 1, axis=1)
+  return jnp.stack(steps)

@@ -1,0 +1,175 @@
+"""A whole training run, from a configuration to a drafter: answers, training, provenance; and its dry run."""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import logging
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.hub import load_drafter, load_target
+from eagle_jax.sharding import param_shardings, using
+from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.train.conversations import read_conversations
+from eagle_jax.train.data import Packed
+from eagle_jax.train.loop import batch_shardings, train
+from eagle_jax.train.shards import Example, make_conversations, make_shards, read_shard
+from eagle_jax.train.step import Frozen, TrainState, train_step
+from eagle_jax.weights.files import replacing
+
+log = logging.getLogger('eagle_jax')
+
+MAX_HELD_OUT = 64  # conversations of each kind of data
+
+
+def run(
+  config: Mapping[str, Any],
+  out: Path,
+  *,
+  prompts: str | None,
+  initial: str | None = None,
+  mesh: Mesh | None = None,
+  report_every: int = 100,
+  command: str = '',
+) -> dict[str, float]:
+  """Makes the shards that are missing, then trains, or goes on where a run in this folder stopped.
+
+  Args:
+    config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; see configs/.
+    out: run folder.
+    prompts: file of conversations; None lets the target ask itself.
+    initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
+    mesh: where to run; None for a single device.
+    report_every: steps between two evaluations, with a checkpoint each.
+    command: for the provenance.
+
+  Returns:
+    Held-out metrics of the last step.
+
+  Raises:
+    ValueError: too few conversations, or a folder with another run in it.
+  """
+  target = load_target(config['TARGET'], mesh=mesh)
+  examples: list[Example] = []
+  held_out: list[Example] = []
+  not_used: dict[str, dict[str, int]] = {}
+  prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
+  for name, data in config['DATA'].items():
+    folder, refused = out / 'shards' / name, collections.Counter[str]()
+    settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
+    _require_same(
+      folder / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)}
+    )
+    source = read_conversations(prompts, refused) if prompts else make_conversations(target, folder, data, refused)
+    paths = tqdm(make_shards(target, source, folder, data, refused), total=data.num_shards, desc=f'shards: {name}')
+    own = [example for path in paths for example in read_shard(path)]
+    num_held_out = max(1, min(MAX_HELD_OUT, len(own) // 10))
+    examples, held_out = examples + own[:-num_held_out], held_out + own[-num_held_out:]
+    not_used[name] = dict(refused)
+  log.warning('Conversations refused or ended early, by reason: %s', json.dumps(not_used))
+  provenance = {
+    'command': command,
+    'commit': _commit(),
+    'target': config['TARGET'],
+    'prompts_sha256': prompts_hash,
+    'data': {name: repr(data) for name, data in config['DATA'].items()},
+    'recipe': repr(config['RECIPE']),
+    'initial': initial,
+    'num_examples': len(examples),
+    'num_answer_tokens': int(sum(example.is_answer.sum() for example in examples)),
+    'not_used': not_used,
+    'device': jax.devices()[0].device_kind,
+    'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'flax', 'optax', 'orbax-checkpoint')},
+  }
+  return train(
+    target,
+    config['DRAFTER'],
+    examples,
+    held_out,
+    config['RECIPE'],
+    out,
+    initial=load_drafter(initial, target) if initial else None,
+    provenance=provenance,
+    report_every=report_every,
+    progress=True,
+  )
+
+
+def _require_same(path: Path, settings: dict[str, Any]) -> None:
+  """Writes the settings of a folder of shards, or finds them there.
+
+  Raises:
+    ValueError: its shards were made otherwise.
+  """
+  if not path.exists():
+    with replacing(path) as temporary:
+      temporary.write_text(json.dumps(settings), encoding='utf-8')
+  if (found := json.loads(path.read_text(encoding='utf-8'))) != settings:
+    raise ValueError(f'The shards in {path.parent} were made with {found}, not with {settings}. Choose another --out.')
+
+
+def _commit() -> str | None:
+  """The commit of the checkout that the code is in, if it is one."""
+  command = ['git', '-C', str(Path(__file__).parent), 'rev-parse', 'HEAD']
+  try:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+  except (OSError, subprocess.CalledProcessError):
+    return None
+
+
+def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
+  """Compiles the training step for the shapes alone, and says what it would take; nothing is loaded or allocated.
+
+  Args:
+    config: as for `run`; TARGET is a `TargetConfig`.
+    mesh: of the devices to compile for.
+
+  Returns:
+    Bytes a device: `arguments` (parameters, optimizer, batch), `temporaries`, `total`; and `num_devices`.
+  """
+  target_config, drafter_config, recipe = config['TARGET'], config['DRAFTER'], config['RECIPE']
+  dtype = jnp.dtype(recipe.dtype)
+  network, reader = Eagle(drafter_config, dtype), TransformerTarget(target_config, dtype)
+
+  def shapes() -> tuple[TrainState, Frozen, Packed]:
+    params = Eagle(drafter_config).init_params(jax.random.key(0))
+    state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
+    target = reader.init_params(jax.random.key(0))
+    num_ids = drafter_config.draft_vocab_size or drafter_config.vocab_size
+    head_UD = jnp.zeros((num_ids, target_config.width), dtype)
+    frozen = Frozen(target['embed']['weight'], head_UD, jnp.zeros(target_config.vocab_size, jnp.int32), target)
+    places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)
+    feature = jnp.zeros((recipe.num_rows, recipe.num_places, 0), jnp.bfloat16)
+    return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
+
+  state, frozen, packed = jax.eval_shape(shapes)
+  placed = [
+    jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+    for tree, shardings in (
+      (state, param_shardings(state, mesh)),
+      (frozen, param_shardings(frozen, mesh)),
+      (packed, batch_shardings(packed, mesh)),
+    )
+  ]
+  with using(mesh):
+    compiled = train_step.lower(*placed, network=network, recipe=recipe, target=reader).compile()
+  memory: Any = compiled.memory_analysis()
+  total = (
+    memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  )
+  return {
+    'num_devices': mesh.size,
+    'arguments': memory.argument_size_in_bytes,
+    'temporaries': memory.temp_size_in_bytes,
+    'total': total,
+  }

@@ -1,0 +1,82 @@
+"""What `test_sharding` runs in a process of its own: the same training on meshes of eight forced CPU devices.
+
+Prints one JSON object: the losses of every step on each mesh, and each array's share of the parameters.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.sharding import make_mesh, param_shardings, using
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.data import batches
+from eagle_jax.train.loop import begin, borrow, place, train
+from eagle_jax.train.run import dry_run
+from eagle_jax.train.shards import Example
+from eagle_jax.train.step import Objective, Recipe, train_step
+
+SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 8, 'num_kv_heads': 4, 'head_dim': 8, 'ffn_width': 48}
+TARGET, DRAFTER = TargetConfig(**SIZES, num_layers=1, max_context=128), DrafterConfig(**SIZES)
+MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x model: (devices, num_model)
+OBJECTIVE = Objective(num_steps=2, top_k=3, top_k_cross_entropy=1.0, reachable_top=3)
+RECIPE = Recipe(num_steps=3, num_rows=8, num_places=32, chunk_places=8, warmup_steps=0, objective=OBJECTIVE)
+
+
+def examples(width: int) -> list[Example]:
+  """Random texts, with features of this width: 0 to have them computed."""
+  rng = np.random.default_rng(0)
+  made = []
+  for number in range(20):
+    token = rng.integers(0, 16, rng.integers(6, 30)).astype(np.int32)
+    feature = rng.normal(size=(len(token) - 1, width)).astype(jnp.bfloat16)
+    made.append(Example(number, token, np.arange(len(token)) > 2, feature))
+  return made
+
+
+def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]]]:
+  """The loss of every step, and each parameter's share on a device after the last one."""
+  params = TransformerTarget(TARGET).init_params(jax.random.key(0))
+  target = Target(TARGET, params if mesh is None else jax.device_put(params, param_shardings(params, mesh)))
+  data, losses = examples(width), []
+  reader = None if width else TransformerTarget(TARGET)
+  with using(mesh):
+    frozen = borrow(target, DRAFTER, data)[0]
+    state = begin(Eagle(DRAFTER).init_params(jax.random.key(1)), RECIPE, mesh)
+    stream = batches(data, num_rows=8, num_places=32, seed=0)
+    for _ in range(RECIPE.num_steps):
+      packed = place(next(stream), mesh)
+      state, metrics = train_step(state, frozen, packed, network=Eagle(DRAFTER), recipe=RECIPE, target=reader)
+      losses.append(float(metrics['loss']))
+  leaves = jax.tree_util.tree_leaves_with_path(state.params)
+  return losses, {jax.tree_util.keystr(path): leaf.sharding.shard_shape(leaf.shape) for path, leaf in leaves}
+
+
+def trained_on(mesh, folder: Path) -> list[dict[str, float]]:
+  """Held-out metrics of a run, and of the same one resumed after its end."""
+  params = TransformerTarget(TARGET).init_params(jax.random.key(0))
+  target = Target(TARGET, jax.device_put(params, param_shardings(params, mesh)))
+  data = examples(32)
+  return [train(target, DRAFTER, data[:16], data[16:], RECIPE, folder, report_every=2) for _ in range(2)]
+
+
+def main() -> None:
+  meshes = {name: sizes and make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1]) for name, sizes in MESHES.items()}
+  steps = {f'{name} {width}': losses_on(mesh, width) for name, mesh in meshes.items() for width in (32, 0)}
+  with tempfile.TemporaryDirectory() as folder:
+    runs = trained_on(meshes['2x4'], Path(folder))
+  dry = dry_run({'TARGET': TARGET, 'DRAFTER': DRAFTER, 'RECIPE': RECIPE}, meshes['2x4'])
+  json.dump({'steps': steps, 'runs': runs, 'dry_run': dry}, sys.stdout)
+
+
+if __name__ == '__main__':
+  main()

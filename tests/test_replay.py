@@ -1,0 +1,157 @@
+"""Recorded text, replayed: the acceptance of real decoding to the token, without the target."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax.decode import Generation, generate
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
+from eagle_jax.loop import decode_loop
+from eagle_jax.prefill import pad_prompts, run_prefill
+from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.train import replay
+from eagle_jax.train.replay import Traced, first_answer, trace
+from eagle_jax.train.shards import Example
+
+NUM_NEW = 24
+EOS_IDS = (0, 24, 48, 72, 96)
+PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 20)] for first in range(32)]
+POLICIES = (DynamicTree(4, 3, 3, 12), Chain(3), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]))
+SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
+
+
+@pytest.fixture(scope='module')
+def target():
+  target = tiny.target(dataclasses.replace(tiny.TARGET, num_layers=1))
+  target.params['embed']['weight'] *= 50  # about unit rms, as its input norm would make it
+  target.params['head']['weight'] *= 40
+  return target
+
+
+@pytest.fixture(scope='module')
+def drafter(target):
+  """The target's layer behind an fc that passes the embedding through, and some of the feature: right now and then."""
+  shuffle_DD = jax.random.orthogonal(jax.random.key(5), target.config.width)
+  fc = {'weight': jnp.concatenate([jnp.eye(target.config.width), 0.4 * shuffle_DD], axis=1)}
+  layer = {name: target.params['layer_0'][name] for name in ('attn', 'mlp_norm', 'mlp')}
+  config = dataclasses.replace(tiny.DRAFTER, ffn_width=target.config.ffn_width, fc_bias=False)
+  return Drafter(config, {'fc': fc, 'layer': layer})
+
+
+def decoded(target, drafter, policy, sampling) -> Generation:
+  how = {'max_new_tokens': NUM_NEW, 'row_ids': range(100, 132), 'eos_ids': EOS_IDS, **sampling}
+  return generate(target, drafter, PROMPTS, policy=policy, **how)
+
+
+@functools.partial(jax.jit, static_argnames='network')
+def features(params, token_BL, *, network: TransformerTarget):
+  """[B, L, D] f32 of whole texts, in one pass."""
+  position_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
+  causal_BLL = jnp.broadcast_to(jnp.tri(token_BL.shape[1], dtype=bool), (*token_BL.shape, token_BL.shape[1]))
+  taps, _ = network.forward(params, token_BL, position_BL, causal_BLL, network.init_cache(*token_BL.shape))
+  return taps.feature.transpose(1, 2, 0)
+
+
+def examples_of(target, generation: Generation) -> list[Example]:
+  """What these answers would have left behind, but with features of float32."""
+  texts = [prompt + answer for prompt, answer in zip(PROMPTS, generation.tokens, strict=True)]
+  token_BL, _ = pad_prompts(texts, max(map(len, PROMPTS)) + NUM_NEW)
+  feature_BLD = np.asarray(features(target.params, token_BL, network=TransformerTarget(target.config)))
+  return [
+    Example(i, np.asarray(text, np.int32), np.arange(len(text)) >= len(prompt), feature_LD[: len(text) - 1])
+    for i, (prompt, text, feature_LD) in enumerate(zip(PROMPTS, texts, feature_BLD, strict=True))
+  ]
+
+
+def ends_inside_a_path(tokens: list[int], num_accepted: list[int]) -> bool:
+  """The last token was a drafted one: its pass emitted no bonus."""
+  return sum(num_accepted) + len(num_accepted) == len(tokens)
+
+
+@pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
+def test_a_trace_is_what_decoding_does(target, drafter, policy, sampling):
+  generation = decoded(target, drafter, policy, sampling)
+  traced = trace(target, drafter, examples_of(target, generation), policy=policy, num_rows=5)
+  assert traced.num_accepted == generation.num_accepted
+  assert traced.tau == generation.stats['tau']
+  assert traced.num_passes == generation.stats['num_target_passes']
+
+  # The text is worth tracing: every depth is reached, and rows end in every way.
+  assert {n for row in generation.num_accepted for n in row} >= {0, 1, 2, 3}
+  pairs = list(zip(generation.tokens, generation.num_accepted, strict=True))
+  ends = {(tokens[-1] in EOS_IDS, ends_inside_a_path(tokens, accepted)) for tokens, accepted in pairs}
+  assert ends == {(True, True), (True, False), (False, True), (False, False)}
+
+
+@pytest.fixture(scope='module')
+def generation(target, drafter):
+  return decoded(target, drafter, Chain(3), {})
+
+
+@pytest.fixture(scope='module')
+def examples(target, generation):
+  return examples_of(target, generation)
+
+
+def test_the_recorded_features_stand_in_for_the_target(target, drafter, generation, examples):
+  headed = dataclasses.replace(target, params={name: target.params[name] for name in ('embed', 'head')})
+  traced = trace(headed, drafter, examples, policy=Chain(3), num_rows=5)
+  assert traced.num_accepted == generation.num_accepted
+  late = [e._replace(feature=np.roll(e.feature, 1, axis=0)) for e in examples]
+  assert trace(headed, drafter, late, policy=Chain(3), num_rows=5).num_accepted != generation.num_accepted
+
+
+def test_features_of_half_the_bits_do(target, drafter, generation, examples):
+  """As shards hold them: the acceptance is about that of decoding."""
+  halved = [e._replace(feature=e.feature.astype(jnp.bfloat16)) for e in examples]
+  traced = trace(target, drafter, halved, policy=Chain(3), num_rows=5)
+  np.testing.assert_allclose(traced.tau, generation.stats['tau'], rtol=0.05)
+
+
+def test_all_batches_share_two_programs(target, drafter, examples, monkeypatch):
+  chex.clear_trace_counter()
+  for jitted, static in ((run_prefill, ('spec', 'num_slots', 'num_new')), (decode_loop, ('spec',))):
+    counted = jax.jit(chex.assert_max_traces(jitted.__wrapped__, n=1), static_argnames=static)
+    monkeypatch.setattr(replay, jitted.__name__, counted)
+  trace(target, drafter, examples, policy=Chain(1), num_rows=7)
+
+
+def test_the_first_answer_alone_is_traced():
+  is_answer = np.array([0, 0, 1, 1, 1, 0, 1, 1], bool)
+  example = Example(4, np.arange(8, dtype=np.int32), is_answer, np.arange(14, dtype=np.float32).reshape(7, 2))
+  answer = first_answer(example)
+  assert answer.token.tolist() == [0, 1, 2, 3, 4]
+  assert answer.feature.tolist() == example.feature[:4].tolist()
+  assert (answer.num_prompt, answer.num_new) == (2, 3)
+  assert first_answer(example._replace(is_answer=is_answer & (np.arange(8) > 5))).num_new == 2
+  for is_wrong in (np.zeros(8, bool), np.ones(8, bool)):
+    with pytest.raises(ValueError, match='Example 4 has no answer after a prompt'):
+      first_answer(example._replace(is_answer=is_wrong))
+
+
+def test_no_example_is_an_error(target, drafter):
+  with pytest.raises(ValueError, match='No example came'):
+    trace(target, drafter, [], policy=Chain(3), num_rows=5)
+
+
+def test_statistics_by_hand():
+  # Two answers of 7 and 3 tokens, the first token of each from prefill.
+  #   room before the pass   6  3  1 | 2
+  #   accepted               2  1  1 | 0
+  traced = Traced([[2, 1, 1], [0]], [7, 3], Chain(3))
+  assert traced.num_passes == 4
+  assert traced.tau == 8 / 4
+  assert traced.nodes_per_token == 4 / 2
+  # Depth 1: all four tried, three hit. Depth 2: the third pass had no room, so one of two. Depth 3: missed once.
+  assert traced.acceptance == (3 / 4, 1 / 2, 0)
+  none = Traced([[], []], [1, 1], Chain(1))
+  assert none.tau == 1
+  assert np.isnan(none.acceptance).all()
