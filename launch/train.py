@@ -18,6 +18,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string('config', None, 'A file of configs/.', required=True)
 flags.DEFINE_string('prompts', None, 'Prompts or conversations, a line each; may be gzipped. Without: the target asks.')
 flags.DEFINE_string('out', None, 'Run folder: shards of answers, checkpoints, metrics, the drafter.')
+flags.DEFINE_string('variant', None, 'One of the VARIANTS of the configuration.')
 flags.DEFINE_string('initial', None, 'Drafter to begin with: a shipped name or a folder. Without: a fresh one.')
 flags.DEFINE_integer('report_every', 100, 'Steps between two evaluations, with a checkpoint each.', lower_bound=1)
 flags.DEFINE_integer('num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.')
@@ -36,6 +37,7 @@ def main(_):
     config,
     Path(FLAGS.out),
     prompts=FLAGS.prompts,
+    variant=FLAGS.variant,
     initial=FLAGS.initial,
     mesh=mesh if mesh.size > 1 else None,
     report_every=FLAGS.report_every,

@@ -12,35 +12,38 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 COMPARED = ('drafter/model.safetensors', 'held_out.csv')
 
 
-def run_to_the_end(command: list[str]) -> float:
+def run_to_the_end(command: list[str], environment: Mapping[str, str] | None = None) -> float:
   """Seconds that it took."""
   start = time.perf_counter()
-  subprocess.run(command, check=True)
+  subprocess.run(command, check=True, env=environment)
   return time.perf_counter() - start
 
 
-def run_killed(command: list[str], num_kills: int, seconds: float, seed: int = 0) -> int:
-  """Starts the command again and again, kills it after a random part of `seconds`, then lets it end.
+def run_killed(
+  command: list[str], num_kills: int, seconds: float, environment: Mapping[str, str] | None = None, seed: int = 0
+) -> int:
+  """Starts the command again and again, kills it after a random time below 0.6 x `seconds`, then lets it end.
 
   Returns:
     How often it was killed before it ended by itself.
   """
   rng, killed = random.Random(seed), 0
   for _ in range(num_kills):
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=environment)
     try:
-      process.wait(timeout=rng.uniform(0, seconds))
+      process.wait(timeout=rng.uniform(0, 0.6 * seconds))
       break
     except subprocess.TimeoutExpired:
       process.send_signal(signal.SIGKILL)
       process.wait()
       killed += 1
-  run_to_the_end(command)
+  run_to_the_end(command, environment)
   return killed
 
 

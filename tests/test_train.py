@@ -3,6 +3,9 @@
 import csv
 import dataclasses
 import functools
+import os
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from eagle_jax.train.loop import begin, borrow, train
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
 from eagle_jax.train.shards import Example
 from eagle_jax.train.step import Objective, Recipe, distill, evaluate, train_step
+from killing import run_killed, run_to_the_end, same
 
 CONFIG = TargetConfig(
   vocab_size=31, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_width=32, max_context=256
@@ -289,7 +293,7 @@ class Killed(Exception):
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
-  """Bit for bit, drafter and logs, wherever it is stopped; see also launch/kill_test.py."""
+  """Bit for bit, drafter and logs, wherever it is stopped."""
   examples = answered(12, 24, 1.0)
   run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], RECIPE, report_every=2)
   expected = run(tmp_path / 'whole')
@@ -334,3 +338,17 @@ def test_a_trained_drafter_is_accepted_more(target, tmp_path):
   prompts = [[token] for token in range(8)]
   taus = [generate(target, d, prompts, max_new_tokens=40, policy=Chain(3)).stats['tau'] for d in (untrained, drafter)]
   assert taus[1] > taus[0] + 0.3
+
+
+@pytest.mark.slow
+def test_sigkill_at_ten_random_moments_changes_nothing(tmp_path):
+  """Of a whole run, in processes of its own: while it answers, trains, evaluates, or writes a checkpoint."""
+  whole, disturbed = tmp_path / 'whole', tmp_path / 'disturbed'
+  script = str(Path(__file__).with_name('tiny_training.py'))
+  cached = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  environment = os.environ | cached | {'PYTHONPATH': str(Path(__file__).parents[1])}
+  command = [sys.executable, script]
+  run_to_the_end([*command, f'--out={tmp_path / "first"}'], environment)  # fills the compile cache
+  seconds = run_to_the_end([*command, f'--out={whole}'], environment)
+  assert run_killed([*command, f'--out={disturbed}'], 10, seconds, environment) >= 5
+  assert same(whole, disturbed)

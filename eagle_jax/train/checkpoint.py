@@ -30,17 +30,15 @@ class Checkpoints:
       best_by: the metric to keep the best by; larger is better.
     """
 
-    def score(metrics: Mapping[str, float]) -> float:
-      return metrics[best_by]
-
-    policies = [LatestN(2), BestN(get_metric_fn=score, n=1)]
+    self._best_by = best_by
+    best = BestN(get_metric_fn=self._score, n=1)
     options = ocp.CheckpointManagerOptions(
-      best_fn=score,
-      best_mode='max',
-      preservation_policy=AnyPreservationPolicy(policies),
-      cleanup_tmp_directories=True,
+      best_fn=self._score, preservation_policy=AnyPreservationPolicy([LatestN(2), best]), cleanup_tmp_directories=True
     )
     self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+  def _score(self, metrics: Mapping[str, float]) -> float:
+    return metrics[self._best_by]
 
   def __enter__(self) -> 'Checkpoints':
     return self
@@ -56,10 +54,9 @@ class Checkpoints:
   def save(self, state: TrainState, metrics: Mapping[str, float]) -> bool:
     """Starts to write the state, which may be donated as soon as this returns. Is it the best so far?"""
     step, best = int(state.step), self._manager.best_step()
-    score = self._manager._options.best_fn
     own = jax.tree.map(jnp.copy, state)  # what is written must outlive the donation
     self._manager.save(step, args=ocp.args.StandardSave(own), metrics=dict(metrics))
-    return best is None or score(metrics) > score(self._manager.metrics(best))
+    return best is None or self._score(metrics) > self._score(self._manager.metrics(best))
 
   def restore(self, like: TrainState) -> TrainState:
     """The last state, placed as `like` is.
@@ -67,11 +64,18 @@ class Checkpoints:
     Raises:
       ValueError: it is of another drafter or optimizer.
     """
-    step = self._manager.latest_step()
+    return self._restore(self._manager.latest_step(), like)
+
+  def restore_best(self, like: TrainState) -> tuple[TrainState, dict[str, float]]:
+    """The best state, placed as `like` is, and its metrics."""
+    self._manager.wait_until_finished()
+    best = self._manager.best_step()
+    return self._restore(best, like), self._manager.metrics(best)
+
+  def _restore(self, step: int | None, like: TrainState) -> TrainState:
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
-      return self._manager.restore(
-        step, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
-      )
+      return self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
     except (ValueError, KeyError, TypeError) as error:
       raise ValueError(
         f'Checkpoint {step} in {self._manager.directory} is of another drafter or optimizer: {error}. '

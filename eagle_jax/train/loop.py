@@ -14,16 +14,20 @@ from tqdm import tqdm
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.hub import save_drafter
 from eagle_jax.sharding import mesh_of, param_shardings, partition, using
 from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import measured_flops, step_flops
+from eagle_jax.train.replay import trace
 from eagle_jax.train.shards import Example
 from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
 
 BEST_BY = 'chain_tau'
+TRACED_ROWS = 8
 
 
 def train(
@@ -37,6 +41,7 @@ def train(
   initial: Drafter | None = None,
   provenance: Mapping[str, Any] | None = None,
   report_every: int = 100,
+  num_traced: int = 0,
   progress: bool = False,
 ) -> dict[str, float]:
   """Trains a drafter, or goes on where a run in this folder stopped; the best one so far stands in `folder/drafter`.
@@ -50,10 +55,11 @@ def train(
     initial: weights to begin with; None for fresh ones.
     provenance: goes into the drafter's folder, with step and metrics.
     report_every: steps between two evaluations with a checkpoint each: what a kill loses at most.
+    num_traced: held-out examples whose answers each evaluation decodes anew, for `tree_tau`: see `replay.trace`.
     progress: show a bar.
 
   Returns:
-    Held-out metrics of the last step; see `evaluate_all`.
+    Held-out metrics of the best step: those of `evaluate_all`, and `tree_tau` if anything is traced.
 
   Raises:
     ValueError: the folder holds a run of another drafter or optimizer.
@@ -77,7 +83,19 @@ def train(
       prompt_weight=recipe.prompt_weight,
       first=first,
     )
-    metrics = {} if first < recipe.num_steps else evaluate_all(state.params, frozen, held_out, mesh, **static)
+    traced = with_features(target, held_out[:num_traced])
+
+    def held_out_metrics(params) -> dict[str, float]:
+      metrics = evaluate_all(params, frozen, held_out, mesh, **static)
+      if traced:
+        drafter = Drafter(config, params | vocabulary)
+        metrics['tree_tau'] = trace(target, drafter, traced, policy=DynamicTree(), num_rows=TRACED_ROWS).tau
+      return metrics
+
+    def export(params, step: int, metrics: Mapping[str, float]) -> None:
+      own = {**(provenance or {}), 'step': step, 'held_out': dict(metrics)}
+      save_drafter(Drafter(config, params | vocabulary), folder / 'drafter', own, dtype='bfloat16')
+
     meter = Meter(config, recipe, frozen, first=first, progress=progress)
     with (
       metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
@@ -91,12 +109,13 @@ def train(
         if step % report_every and step < recipe.num_steps:
           continue
         log_train(step, {**_floats(train_metrics), **meter.rates()})
-        metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
+        metrics = held_out_metrics(state.params)
         log_held_out(step, metrics)
         meter.show(metrics)
         if checkpoints.save(state, metrics):
-          own = {**(provenance or {}), 'step': step, 'held_out': metrics}
-          save_drafter(Drafter(config, state.params | vocabulary), folder / 'drafter', own, dtype='bfloat16')
+          export(state.params, step, metrics)
+    best, metrics = checkpoints.restore_best(state)
+    export(best.params, int(best.step), metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
 
 
@@ -151,6 +170,14 @@ def batch_shardings(packed: Packed, mesh: Mesh) -> Packed:
 def place(packed: Packed, mesh: Mesh | None) -> Packed:
   """The batch on its mesh axes."""
   return packed if mesh is None else jax.device_put(packed, batch_shardings(packed, mesh))
+
+
+def with_features(target: Target, examples: Sequence[Example]) -> list[Example]:
+  """The examples, with the features that were not stored."""
+  bare = [example for example in examples if not example.feature.shape[1]]
+  made = features(target, [example.token[:-1].tolist() for example in bare])
+  found = {example.id: feature for example, feature in zip(bare, made, strict=True)}
+  return [example._replace(feature=found.get(example.id, example.feature)) for example in examples]
 
 
 def evaluate_all(
@@ -210,6 +237,6 @@ class Meter:
 
   def show(self, metrics: Mapping[str, float]) -> None:
     """Held-out metrics go beside the bar."""
-    names = {'cross_entropy_0': 'loss', 'top1_0': 'top1', BEST_BY: 'tau'}
-    self._shown = {short: f'{metrics[name]:.3f}' for name, short in names.items()}
+    names = {'cross_entropy_0': 'loss', 'top1_0': 'top1', BEST_BY: 'chain_tau', 'tree_tau': 'tree_tau'}
+    self._shown = {short: f'{metrics[name]:.3f}' for name, short in names.items() if name in metrics}
     self._start = time.perf_counter()

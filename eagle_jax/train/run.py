@@ -37,6 +37,7 @@ def run(
   out: Path,
   *,
   prompts: str | None,
+  variant: str | None = None,
   initial: str | None = None,
   mesh: Mesh | None = None,
   report_every: int = 100,
@@ -45,9 +46,11 @@ def run(
   """Makes the shards that are missing, then trains, or goes on where a run in this folder stopped.
 
   Args:
-    config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; see configs/.
+    config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps VARIANTS, by
+      name what each has otherwise, and NUM_TRACED, held-out examples for the tree's tau. See configs/.
     out: run folder.
     prompts: file of conversations; None lets the target ask itself.
+    variant: train this one of VARIANTS, in a folder of its name, on the shards that all share.
     initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
     mesh: where to run; None for a single device.
     report_every: steps between two evaluations, with a checkpoint each.
@@ -59,6 +62,9 @@ def run(
   Raises:
     ValueError: too few conversations, or a folder with another run in it.
   """
+  if variant is not None and variant not in (variants := config.get('VARIANTS', {})):
+    raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
+  config = {**config, **(config['VARIANTS'][variant] if variant else {})}
   target = load_target(config['TARGET'], mesh=mesh)
   examples: list[Example] = []
   held_out: list[Example] = []
@@ -97,10 +103,11 @@ def run(
     examples,
     held_out,
     config['RECIPE'],
-    out,
+    out / variant if variant else out,
     initial=load_drafter(initial, target) if initial else None,
     provenance=provenance,
     report_every=report_every,
+    num_traced=config.get('NUM_TRACED', 16),
     progress=True,
   )
 
