@@ -344,8 +344,9 @@ def test_a_bfloat16_target_takes_a_drafter_of_either_dtype(drafter_dtype):
     return dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(dtype), model.params))
 
   target, drafter = cast(tiny.target(), jnp.bfloat16), cast(tiny.drafter(), drafter_dtype)
-  out = decode.generate(target, drafter, PROMPTS[:1], max_new_tokens=8, policy=SMALL, eos_ids=())
-  assert len(out.tokens[0]) == 8
+  for policy, prompts in ((SMALL, PROMPTS[:1]), ('plain', PROMPTS[:2])):
+    out = decode.generate(target, drafter, prompts, max_new_tokens=8, policy=policy, eos_ids=())
+    assert [len(row) for row in out.tokens] == [8] * len(prompts)
 
 
 def test_a_draft_vocabulary_drafts_only_its_ids_and_changes_no_text(target, drafter):

@@ -55,6 +55,20 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):
   assert 'Traceback' not in done.stderr
 
 
+@pytest.mark.parametrize(
+  ('flags', 'complaint'),
+  [
+    ([f'--config={ROOT}/configs/smollm2_eagle2.py'], '--out is missing'),
+    ([f'--config={ROOT}/configs/smollm2_ablation.py', '--out=x', '--variant=none'], "Unknown variant 'none'"),
+  ],
+)
+def test_bad_input_to_training(flags, complaint):
+  done = launch('train', *flags)
+  assert done.returncode == 2
+  assert complaint in done.stderr
+  assert 'Traceback' not in done.stderr
+
+
 def test_a_target_without_tokenizer_refuses_text(files):
   done = launch('generate', *files, '--prompt=hello')
   assert done.returncode == 2

@@ -211,6 +211,7 @@ class Meter:
     self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not progress)
     self._flops = step_flops(config, recipe, num_ids=frozen.head.shape[0])
     self._peak = measured_flops(recipe.dtype)
+    self._shown: dict[str, str] = {}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0
 
   def __enter__(self) -> 'Meter':
@@ -232,8 +233,6 @@ class Meter:
     self._start, self._steps, self._places = time.perf_counter(), 0, 0
     self._bar.set_postfix({**self._shown, **{name: f'{value:.3g}' for name, value in rates.items()}})
     return rates
-
-  _shown: Mapping[str, str] = {}
 
   def show(self, metrics: Mapping[str, float]) -> None:
     """Held-out metrics go beside the bar."""
