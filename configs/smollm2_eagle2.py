@@ -1,6 +1,9 @@
 """SmolLM2-135M-Instruct's EAGLE-2 drafter, on two CPU cores.
 
 python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2
+
+Expected: held-out top-1 agreement 0.49, chain_tau 1.90; tau 3.0 greedy with EAGLE-2's tree on held-out prompts, 1.9
+with a chain of 3; 8.5 MB. Time on two cores: 56 minutes of answering, with other work beside it, and 38 for the steps.
 """
 
 from eagle_jax.config import DrafterConfig
