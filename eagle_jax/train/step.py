@@ -203,7 +203,7 @@ def train_step(
   with jax.numpy_dtype_promotion('standard'):  # optax mixes dtypes
     updates, optimizer = recipe.optimizer().update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-  return TrainState(params, optimizer, state.step + 1), metrics | {'gradient_norm': optax.global_norm(gradient)}
+  return TrainState(params, optimizer, state.step + 1), metrics | {'gradient_norm': optax.tree.norm(gradient)}
 
 
 @functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'))
