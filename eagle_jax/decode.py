@@ -96,11 +96,14 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
     return jax.device_put(x, None if mesh is None else param_sharding([name, 'weight'], x.shape, mesh))
 
   embed_VD = target.params['embed']['weight']
-  head_VD = target.params.get('head', target.params['embed'])['weight']
   if 'ids' in drafter.params:
-    return {'embed': embed_VD, 'head': place(head_VD[drafter.params['ids']], 'head'), 'ids': drafter.params['ids']}
+    return {
+      'embed': embed_VD,
+      'head': place(target.head_VD[drafter.params['ids']], 'head'),
+      'ids': drafter.params['ids'],
+    }
   ids = place(np.arange(target.config.vocab_size, dtype=np.int32), 'ids')
-  return {'embed': embed_VD, 'head': head_VD, 'ids': ids}
+  return {'embed': embed_VD, 'head': target.head_VD, 'ids': ids}
 
 
 def _resolve(policy: str | TreePolicy, drafter: Drafter | None) -> TreePolicy:

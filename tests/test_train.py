@@ -24,7 +24,7 @@ from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.loop import begin, borrow, train
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
 from eagle_jax.train.shards import Example
-from eagle_jax.train.step import Objective, Recipe, distill, evaluate, train_step
+from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
 from killing import run_killed, run_to_the_end, same
 
 CONFIG = TargetConfig(
@@ -98,8 +98,6 @@ def test_by_chunks_changes_neither_losses_nor_gradients():
   weight_SBL = jnp.float32(rng.uniform(size=(2, 3, 8)))
 
   def row_losses(head_UD, out_DSBL, rows):
-    from eagle_jax.train.step import Rows
-
     return distill(Objective(top_k=3, top_k_cross_entropy=0.5), head_UD, out_DSBL, Rows(*rows))
 
   def total(out_DSBL, function):

@@ -21,6 +21,11 @@ class Target:
   params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
   tokenizer: Any = None  # a `text.Tokenizer`, or None: then prompts are token ids
 
+  @property
+  def head_VD(self) -> Any:
+    """The language-model head's weights, which may be the embedding's."""
+    return self.params.get('head', self.params['embed'])['weight']
+
 
 class Taps(NamedTuple):
   """What a pass shows of its inside, for drafters to build on."""
@@ -66,14 +71,17 @@ class Transformer(nn.Module):
     width, *rows = taps.feature.shape
     return head_logits(head.weight, taps.feature.reshape(width, -1)).reshape(-1, *rows)
 
-  def score(self, token_BL: jax.Array) -> jax.Array:
-    """[V, B, L] f32, logits after every token of whole sequences: no cache to keep, as in training and parity tests."""
+  def read(self, token_BL: jax.Array) -> Taps:
+    """Taps of whole sequences: no cache to keep."""
     batch, length = token_BL.shape
     position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
     causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
     cache = TransformerTarget(self.config, self.dtype).init_cache(batch, length)
-    taps, _ = self.forward(token_BL, position_BL, causal_BLL, cache)
-    return self.logits(taps)
+    return self.forward(token_BL, position_BL, causal_BLL, cache)[0]
+
+  def score(self, token_BL: jax.Array) -> jax.Array:
+    """[V, B, L] f32, logits after every token of whole sequences, as in parity tests."""
+    return self.logits(self.read(token_BL))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +117,9 @@ class TransformerTarget:
 
   def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
     return self._apply(params, token_BT, position_BT, mask_BTT, cache, method='forward')
+
+  def read(self, params, token_BL) -> Taps:
+    return self._apply(params, token_BL, method='read')
 
   def logits(self, params, taps: Taps) -> jax.Array:
     return self._apply(params, taps, method='logits')

@@ -231,11 +231,7 @@ def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]
 @functools.partial(jax.jit, static_argnames='network')
 def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget) -> jax.Array:
   """[B, L, D] bf16"""
-  batch, length = token_BL.shape
-  position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
-  causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
-  taps, _ = network.forward(params, token_BL, position_BL, causal_BLL, network.init_cache(batch, length))
-  return taps.feature.transpose(1, 2, 0).astype(jnp.bfloat16)
+  return network.read(params, token_BL).feature.transpose(1, 2, 0).astype(jnp.bfloat16)
 
 
 def synthesize(

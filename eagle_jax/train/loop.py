@@ -126,9 +126,8 @@ def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -
   index_V = np.full(config.vocab_size, -1, np.int32)
   index_V[ids_U] = np.arange(size)
   embed_VD = target.params['embed']['weight']
-  head_VD = target.params.get('head', target.params['embed'])['weight']
   computes = not examples[0].feature.shape[1]
-  frozen = Frozen(embed_VD, head_VD[ids_U], jnp.asarray(index_V), target.params if computes else ())
+  frozen = Frozen(embed_VD, target.head_VD[ids_U], jnp.asarray(index_V), target.params if computes else ())
   return frozen, {} if config.draft_vocab_size is None else {'ids': jnp.asarray(ids_U)}
 
 

@@ -15,6 +15,12 @@ from eagle_jax.target.layers import HIDDEN, Mix, mixed, scores
 from eagle_jax.train.data import Packed
 
 
+def earlier(sequence_BL: jax.Array, *, age: int = 0) -> jax.Array:
+  """[B, L, L] bool: is the second place of the same text, and `age` or more places before the first?"""
+  is_same_BLL = sequence_BL[:, :, None] == sequence_BL[:, None, :]
+  return is_same_BLL & jnp.tri(sequence_BL.shape[1], k=-age, dtype=bool)[None]
+
+
 def staircase(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> Mix:
   """Attention of the step that follows those in `memory`: what decoding would have in its cache.
 
@@ -30,8 +36,7 @@ def staircase(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) 
   def mix(q_BGJLK, k_BGLK, v_BGLK):
     steps = (*memory, (k_BGLK, v_BGLK))
     (keys_BGLK, values_BGLK), age, num_rows = steps[0], len(memory), sequence_BL.shape[1]
-    is_same_BLL = sequence_BL[:, :, None] == sequence_BL[:, None, :]
-    visible_BLL = is_same_BLL & jnp.tri(num_rows, k=-age, dtype=bool)[None]
+    visible_BLL = earlier(sequence_BL, age=age)
     # What row t - d was at step s - d, moved to row t.
     diagonals = [jax.tree.map(lambda x, d=d: jnp.roll(x, d, axis=2), steps[age - d]) for d in range(age)]
     hidden = 0.0 if is_leaky and age else HIDDEN

@@ -57,7 +57,7 @@ def run(
     command: for the provenance.
 
   Returns:
-    Held-out metrics of the last step.
+    Held-out metrics of the best step; see `loop.train`.
 
   Raises:
     ValueError: too few conversations, or a folder with another run in it.

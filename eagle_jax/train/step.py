@@ -14,7 +14,7 @@ from eagle_jax.target.layers import head_logits
 from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.train import losses
 from eagle_jax.train.data import Packed
-from eagle_jax.train.rollout import reachable, rollout, started
+from eagle_jax.train.rollout import earlier, reachable, rollout, started
 
 NUM_CHAIN = 6  # steps of the chain whose agreement evaluation follows
 
@@ -30,9 +30,7 @@ class Objective:
   num_steps: int = 1  # steps on the drafter's own features (HASS; EAGLE-3's training-time test)
   step_decay: float = 1.0  # weight of each step relative to the one before
   is_detached: bool = True  # no gradient through the features handed from step to step
-  reachable_top: int = (
-    0  # a chain counts while the text's tokens are among the drafter's best so many (GRIFFIN); 0: ever
-  )
+  reachable_top: int = 0  # a chain counts while the text is among the drafter's best so many (GRIFFIN); 0: always
   is_leaky: bool = False  # see `rollout.staircase`; for comparison only
 
 
@@ -62,9 +60,9 @@ class Recipe:
     schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, warmup, self.num_steps)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=self.weight_decay)
     chain = optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
-    return (
-      optax.MultiSteps(chain, self.num_accumulated).gradient_transformation() if self.num_accumulated > 1 else chain
-    )
+    if self.num_accumulated == 1:
+      return chain
+    return optax.MultiSteps(chain, self.num_accumulated).gradient_transformation()
 
 
 class TrainState(NamedTuple):
@@ -88,9 +86,7 @@ def target_features(frozen: Frozen, packed: Packed, target: TransformerTarget | 
   """[D, B, L]: the stored features, or those of a pass of `target` over the packed texts."""
   if target is None:
     return packed.feature.transpose(2, 0, 1)
-  is_same_BLL = packed.sequence[:, :, None] == packed.sequence[:, None, :]
-  mask_BLL = is_same_BLL & jnp.tri(packed.sequence.shape[1], dtype=bool)[None]
-  cache = target.init_cache(*packed.token.shape)
+  cache, mask_BLL = target.init_cache(*packed.token.shape), earlier(packed.sequence)
   return target.forward(frozen.target, packed.token, packed.position, mask_BLL, cache)[0].feature
 
 
@@ -152,10 +148,10 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
   entropy_SBL, (plain_SBL, ranks) = by_rows(frozen.head, out_DSBL, rows)
   regression_SBL = losses.smooth_l1(out_DSBL, next_DBL[:, None])
 
-  weight_SBL = started(packed, objective.num_steps)
+  counted_SBL = weight_SBL = started(packed, objective.num_steps)
   is_followed_SBL = reachable(ranks.label == 0)
   if objective.reachable_top:
-    weight_SBL = jnp.where(reachable(ranks.label < objective.reachable_top), weight_SBL, 0)
+    weight_SBL = jnp.where(reachable(ranks.label < objective.reachable_top), counted_SBL, 0)
   decay_S = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
   row_SBL = objective.regression * regression_SBL + entropy_SBL
   loss = losses.weighted_mean((row_SBL * weight_SBL).sum(axis=(1, 2)) / weight_SBL[0].sum().clip(1), decay_S)
@@ -165,7 +161,6 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
     'regression': regression_SBL,
     'chain': is_followed_SBL & (ranks.label == 0),
   } | {f'top{n}': ranks.best < n for n in (1, 2, 3)}
-  counted_SBL = started(packed, objective.num_steps)
   metrics = {
     f'{name}_{step}': losses.weighted_mean(x_SBL[step].astype(jnp.float32), counted_SBL[step])
     for name, x_SBL in means.items()
