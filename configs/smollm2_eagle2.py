@@ -6,6 +6,8 @@ Expected: held-out top-1 agreement 0.49, chain_tau 1.90; tau 3.0 greedy with EAG
 with a chain of 3; 8.5 MB. Time on two cores: 56 minutes of answering, with other work beside it, and 38 for the steps.
 """
 
+import dataclasses
+
 from eagle_jax.config import DrafterConfig
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
@@ -24,12 +26,16 @@ DRAFTER = DrafterConfig(
   draft_vocab_size=8192,
   name='smollm2-135m-eagle2',
 )
-DATA = {
-  'short': Data(num_shards=8),
-  'long': Data(num_shards=1, shard_size=128, num_rows=32, num_refill=8, min_prompt=129, max_prompt=320),
-}
+DATA = {'short': Data(num_shards=17), 'middle': Data(num_shards=3, min_prompt=129, max_prompt=320)}
 RECIPE = Recipe(
-  num_steps=1200,
+  num_steps=1700,
   objective=Objective(num_steps=3, step_decay=0.8, top_k_cross_entropy=1.0),
   prompt_weight=0.3,
 )
+FAR = Data(num_shards=2, shard_size=160, num_rows=32, num_refill=8, min_prompt=321, max_prompt=1024, max_new_tokens=128)
+VARIANTS = {
+  'long': {
+    'DATA': {**DATA, 'far': FAR},
+    'RECIPE': dataclasses.replace(RECIPE, num_steps=400, num_rows=2, num_places=1024, learning_rate=5e-4),
+  }
+}

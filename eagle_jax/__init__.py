@@ -13,10 +13,11 @@ target/transformer, draft/policy, draft/grow, draft/eagle, commit, loop, prefill
 
 from eagle_jax import decode
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
+from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.hub import load_drafter, load_target, save_drafter
 from eagle_jax.target.transformer import Target
 
 __all__ = [
-  'Chain', 'Drafter', 'DynamicTree', 'StaticTree', 'Target', 'decode', 'load_drafter', 'load_target', 'save_drafter',
+  'Adaptive', 'Chain', 'Drafter', 'DynamicTree', 'StaticTree', 'Target', 'decode', 'load_drafter', 'load_target',
+  'save_drafter',
 ]  # fmt: skip

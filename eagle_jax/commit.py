@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache
+from eagle_jax.cache import NewRows, append
 from eagle_jax.state import DecodeState, Limits, Params, Spec
 from eagle_jax.verify import Verdict
 
@@ -23,16 +22,15 @@ def num_emitted(token_P: jax.Array, num_ready: jax.Array, room: jax.Array, limit
 
 
 def commit(
-  params: Params, state: DecodeState, verdict: Verdict, taps: Any, cache: KVCache, drafter: Any, *, spec: Spec
+  params: Params, state: DecodeState, verdict: Verdict, taps_P: Any, rows: NewRows, *, spec: Spec
 ) -> DecodeState:
-  """Emits each live row's accepted tokens and bonus, keeps their rows in both caches, ends rows.
+  """Emits each live row's accepted tokens and bonus, appends their rows to both caches, ends rows.
 
   Args:
     params: the drafter's are read, to absorb what was emitted.
     state: before the step.
     verdict: a row each, [B, ...] fields.
-    taps: what the target showed at every tree node, arrays [..., B, T].
-    cache, drafter: after the target pass and the proposal; the tree's rows are scratch in them.
+    taps_P, rows: what the target showed along each row's path, arrays [..., B, P], and what its cache takes of it.
     spec: static.
   """
   room_B = state.limits.max_new_tokens - state.num_tokens
@@ -43,14 +41,13 @@ def commit(
   newest_B = jnp.take_along_axis(verdict.token, jnp.maximum(emitted_B - 1, 0)[:, None], axis=1, mode='clip')[:, 0]
 
   # A row absorbs (feature of a path node, token after it): the drafter's one-token shift.
-  taps_P = at_rows(taps, verdict.path)
-  drafter = spec.drafter.absorb(params.drafter, drafter, verdict.token, taps_P, emitted_B)
+  drafter = spec.drafter.absorb(params.drafter, state.drafter, verdict.token, taps_P, emitted_B)
   num_tokens_B = state.num_tokens + emitted_B
   is_over_B = (num_tokens_B >= state.limits.max_new_tokens) | is_eos(newest_B, state.limits)
   write_row = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
   num_accepted_B1 = jnp.minimum(verdict.num_accepted, emitted_B)[:, None]  # an EOS in the path cuts the bonus too
   return state._replace(
-    cache=kv_cache.commit(cache, verdict.path, emitted_B),
+    cache=append(state.cache, rows, emitted_B),
     drafter=drafter,
     root=jnp.where(state.is_done, state.root, newest_B),
     tokens=write_row(state.tokens, verdict.token, state.num_tokens),

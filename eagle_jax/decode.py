@@ -9,6 +9,7 @@ Requests are checked, and padded in NumPy, before any tracing.
 """
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from eagle_jax.cost import Costs, find
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.policy import Chain, DynamicTree, Plain, TreePolicy
+from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.program import Program
@@ -32,6 +34,8 @@ from eagle_jax.text import Detokenizer
 __all__ = [
   'Chunk', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'prefill', 'result', 'stream',
 ]  # fmt: skip
+
+log = logging.getLogger('eagle_jax')
 
 _PREFILL, _LOOP, _STEP = Program(run_prefill), Program(decode_loop), Program(decode_step)
 
@@ -55,13 +59,22 @@ class Chunk:
   num_accepted: int  # drafted tokens among them
 
 
-def build(target: Target, drafter: Drafter | None, *, policy: str | TreePolicy = 'auto') -> tuple[Params, Spec]:
+def build(
+  target: Target,
+  drafter: Drafter | None,
+  *,
+  policy: str | TreePolicy = 'auto',
+  batch: int = 1,
+  costs: Costs | None = None,
+) -> tuple[Params, Spec]:
   """The arrays and the static description of a decode program.
 
   Args:
     target: from `load_target`.
     drafter: from `load_drafter`, or None for plain decoding.
     policy: 'auto', 'plain', or a policy object.
+    batch: rows that will be decoded together, for 'auto'.
+    costs: measured ones, for 'auto' and `Adaptive`; default those stored for this device and pair, if there are any.
 
   Returns:
     `params`, which shares the target's arrays, and `spec`, static and hashable.
@@ -69,7 +82,9 @@ def build(target: Target, drafter: Drafter | None, *, policy: str | TreePolicy =
   Raises:
     ValueError: unknown policy, a tree without a drafter, or a drafter for another target.
   """
-  chosen = _resolve(policy, drafter)
+  if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
+    costs = find_costs(target, drafter, batch=batch)
+  chosen = _resolve(policy, drafter, costs)
   network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
   if isinstance(chosen, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain())
@@ -85,7 +100,15 @@ def build(target: Target, drafter: Drafter | None, *, policy: str | TreePolicy =
       'Lower the fanout, or the ranks of the paths.'
     )
   params = drafter.params | _borrowed(target, drafter)
-  return Params(target.params, params), Spec(network, Eagle(drafter.config, params['fc']['weight'].dtype), chosen)
+  economy = costs.economy(chosen) if isinstance(chosen, Adaptive) and costs else ()
+  spec = Spec(network, Eagle(drafter.config, params['fc']['weight'].dtype), chosen)
+  return Params(target.params, params, economy), spec
+
+
+def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
+  """What `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
+  dtype = str(target.params['embed']['weight'].dtype)
+  return find(target=target.config.name, drafter=drafter.config.name, dtype=dtype, batch=batch)
 
 
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
@@ -106,12 +129,22 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
   return {'embed': embed_VD, 'head': target.head_VD, 'ids': ids}
 
 
-def _resolve(policy: str | TreePolicy, drafter: Drafter | None) -> TreePolicy:
+def _resolve(policy: str | TreePolicy, drafter: Drafter | None, costs: Costs | None) -> TreePolicy:
   if policy == 'plain' or (policy == 'auto' and drafter is None):
     return Plain()
+  if policy == 'auto' and costs is not None:
+    best = costs.policies[0]
+    log.info(
+      'auto: %s, %.1f tokens/s when measured (%s, %s)', best.policy.describe(), best.tok_per_s, costs.device, costs.date
+    )
+    return best.policy
   if policy == 'auto':
-    # Without measured costs: few rows where a row costs much, the paper's tree where rows are nearly free.
-    return Chain(3) if jax.default_backend() == 'cpu' else DynamicTree()
+    # Few rows where a row costs much, the paper's tree where rows are nearly free.
+    guess = Chain(3) if jax.default_backend() == 'cpu' else DynamicTree()
+    log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
+    return guess
+  if isinstance(policy, Adaptive) and costs is None:
+    raise ValueError(f'{policy.describe()} weighs costs, and none are stored for this pair here: run launch/cost.py.')
   if isinstance(policy, str):
     raise ValueError(
       f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
@@ -134,6 +167,7 @@ def generate(
   policy: str | TreePolicy = 'auto',
   row_ids: Sequence[int] | None = None,
   eos_ids: Sequence[int] | None = None,
+  costs: Costs | None = None,
 ) -> Generation:
   """Decodes a batch of prompts; in float32 the text is that of plain decoding, whatever drafter and policy.
 
@@ -149,11 +183,12 @@ def generate(
     policy: 'auto', 'plain', or a policy object such as `DynamicTree()`.
     row_ids: key each row's noise; default 0, 1, ...
     eos_ids: tokens that end a row; default the target's, () for none.
+    costs: see `build`.
 
   Raises:
     ValueError: what came cannot be decoded; said before anything is compiled.
   """
-  params, spec = build(target, drafter, policy=policy)
+  params, spec = build(target, drafter, policy=policy, batch=max(len(prompts), 1), costs=costs)
   arguments, static = _request(
     target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
   )

@@ -1,15 +1,32 @@
 """The decode loop: draft, target pass, verify, commit, all in one compiled program."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.commit import commit
-from eagle_jax.sampling import choose
+from eagle_jax.cache import NewRows
+from eagle_jax.commit import at_rows, commit
+from eagle_jax.draft import Outlook
+from eagle_jax.sampling import choose, perturbation
 from eagle_jax.state import DecodeState, Params, Spec
-from eagle_jax.tree import DraftTree, ancestor_mask, depth
+from eagle_jax.tree import Candidates, DraftTree, ancestor_mask, depth, padded, rerank
 from eagle_jax.verify import Verdict, verify
+
+
+def outlook(params: Params, state: DecodeState, *, spec: Spec) -> Outlook:
+  """What drafters may know: the noise that the target will add to its logits, and which levels pay."""
+
+  def noise(depth: int) -> jax.Array:
+    of_row = functools.partial(perturbation, vocab_size=spec.target.vocab_size)
+    of_rows = jax.vmap(of_row, (state.sampling.row_axes(), 0, 0), out_axes=1)
+    return of_rows(state.sampling, state.row_id, state.cache.length + depth)
+
+  def is_level_worth(depth: int, log_q_BW: jax.Array):
+    return spec.policy.is_level_worth(params.economy, log_q_BW, ~state.is_done, depth=depth)
+
+  return Outlook(noise, is_level_worth)
 
 
 def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, max_depth: int) -> Verdict:
@@ -25,17 +42,50 @@ def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, m
   return jax.vmap(verify_row, in_axes)(tree, logits_VBT, state.sampling, state.row_id, state.cache.length)
 
 
-@functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
-def decode_step(params: Params, state: DecodeState, *, spec: Spec) -> DecodeState:
-  """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens. `state` is donated."""
+class Checked(NamedTuple):
+  """What a target pass over trees decided, and what it showed along the accepted paths."""
+
+  tree: DraftTree  # [B, T] fields
+  verdict: Verdict
+  taps: Any  # [..., B, P]
+  rows: NewRows  # [B, G, P, K]
+
+
+def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nodes: int, spec: Spec) -> Checked:
+  """rerank -> target pass -> verify, for trees of `num_nodes`; the result has the shapes of the policy's largest."""
   max_depth = spec.policy.max_depth
-  tree, drafter = spec.drafter.propose(params.drafter, state.drafter, state.root, spec.policy)
+  tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(candidates)
   mask_BTT = jax.vmap(functools.partial(ancestor_mask, max_depth=max_depth))(tree.parent)
   position_BT = state.cache.length[:, None] + jax.vmap(depth)(mask_BTT)
-  taps, cache = spec.target.forward(params.target, tree.token, position_BT, mask_BTT, state.cache)
+  taps, rows = spec.target.forward(params.target, tree.token, position_BT, mask_BTT, state.cache)
   logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_rows(tree, logits_VBT, state, max_depth=max_depth)
-  return commit(params, state, verdict, taps, cache, drafter, spec=spec)
+  return Checked(padded(tree, spec.policy.num_nodes), verdict, at_rows(taps, verdict.path), rows.at(verdict.path))
+
+
+class Cycle(NamedTuple):
+  """What one cycle came to, a row each."""
+
+  state: DecodeState  # after it
+  checked: Checked
+
+
+def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
+  """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens."""
+  look = outlook(params, state, spec=spec)
+  candidates = spec.drafter.propose(params.drafter, state.drafter, state.root, spec.policy, look)
+  sizes = [functools.partial(check, params, state, candidates, num_nodes=n, spec=spec) for n in spec.policy.sizes]
+  if len(sizes) == 1:
+    checked = sizes[0]()
+  else:
+    checked = jax.lax.switch(spec.policy.best_size(params.economy, candidates.log_q, ~state.is_done), sizes)
+  return Cycle(commit(params, state, checked.verdict, checked.taps, checked.rows, spec=spec), checked)
+
+
+@functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
+def decode_step(params: Params, state: DecodeState, *, spec: Spec) -> DecodeState:
+  """One `cycle`. `state` is donated."""
+  return cycle(params, state, spec=spec).state
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.cache import append
 from eagle_jax.commit import at_rows, is_eos
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.state import DecodeState, Limits, Params, Spec
@@ -96,7 +97,7 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   row_id_B = jnp.asarray(np.arange(batch) if row_ids is None else row_ids, jnp.int32)
   eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
   limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
-  static = {'spec': spec, 'num_slots': bucket(num_prompt + num_new + spec.num_scratch), 'num_new': num_new}
+  static = {'spec': spec, 'num_slots': bucket(num_prompt + num_new + spec.max_path), 'num_new': num_new}
   return (params, tokens_BL, length_B, row_id_B, sampling, limits), static
 
 
@@ -106,14 +107,14 @@ def run_prefill(
 ) -> DecodeState:
   """The program behind `prefill`.
 
-  `num_slots` cache slots must hold prompt, new tokens and one tree: an update slice past the end would be clamped, and
+  `num_slots` cache slots must hold prompt, new tokens and one path: an update slice past the end would be clamped, and
   overwrite the row's own prefix without a word. `prepare` makes that room.
   """
   batch, num_prompt = tokens_BL.shape
   position_BL = jnp.broadcast_to(jnp.arange(num_prompt), tokens_BL.shape)
   causal_BLL = jnp.broadcast_to(jnp.tri(num_prompt, dtype=bool), (batch, num_prompt, num_prompt))
-  cache = spec.target.init_cache(batch, num_slots)
-  taps, cache = spec.target.forward(params.target, tokens_BL, position_BL, causal_BLL, cache)
+  nothing = spec.target.init_cache(batch, 0)
+  taps, rows = spec.target.forward(params.target, tokens_BL, position_BL, causal_BLL, nothing)
   newest = at_rows(taps, (length_B - 1)[:, None])
   logits_VB = spec.target.logits(params.target, newest)[..., 0]
   root_B = jax.vmap(choose, in_axes=(1, sampling.row_axes(), 0, 0))(logits_VB, sampling, row_id_B, length_B)
@@ -123,7 +124,7 @@ def run_prefill(
   drafter = spec.drafter.absorb(params.drafter, drafter, next_BL, taps, length_B)
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
-    cache=cache._replace(length=length_B),
+    cache=append(spec.target.init_cache(batch, num_slots), rows, length_B),
     drafter=drafter,
     root=root_B,
     tokens=jnp.zeros((batch, num_new + spec.max_path), jnp.int32).at[:, 0].set(root_B),

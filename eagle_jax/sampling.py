@@ -42,6 +42,18 @@ def position_noise(seed, row_id, position, *, vocab_size: int) -> jax.Array:
   return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
 
+def perturbation(sampling: Sampling, row_id, position, *, vocab_size: int) -> jax.Array:
+  """[V] f32, what is added to the logits of the token at `position`: temperature x noise; 0 where that is greedy.
+
+  The noise is computed only where it can matter: a branch, unless every row of a `vmap` has a temperature of its own.
+  """
+
+  def noise():
+    return sampling.temperature * position_noise(sampling.seed, row_id, position, vocab_size=vocab_size)
+
+  return jax.lax.cond(sampling.temperature > 0, noise, lambda: jnp.zeros(vocab_size))
+
+
 def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.Array:
   """The largest u32 `t` for which the weights of `order >= t` sum to `need`: a bisection bit by bit, never a sort."""
 
@@ -75,19 +87,14 @@ def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 def choose(logits_V: jax.Array, sampling: Sampling, row_id: jax.Array, position: jax.Array) -> jax.Array:
   """[] i32: the target's own token at `position`, the same for every tree that leads there.
 
-  Noise and filters are computed only where they can matter. Filters hang on scalars that no `vmap` over rows touches,
-  so they stay a branch; so does the noise, unless every row has a temperature of its own.
+  Filters too are computed only where they can matter: they hang on scalars that no `vmap` over rows touches.
 
   Args:
     logits_V: [V] f32.
     sampling: how to draw.
     row_id, position: [] i32, see `position_noise`.
   """
-
-  def noise():
-    return sampling.temperature * position_noise(sampling.seed, row_id, position, vocab_size=logits_V.shape[0])
-
   is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
   kept_V = jax.lax.cond(is_filtered, lambda: jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf), lambda: logits_V)
-  noise_V = jax.lax.cond(sampling.temperature > 0, noise, lambda: jnp.zeros_like(logits_V))
+  noise_V = perturbation(sampling, row_id, position, vocab_size=logits_V.shape[0])
   return jnp.argmax(kept_V + noise_V).astype(jnp.int32)

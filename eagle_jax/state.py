@@ -18,6 +18,7 @@ class Params(NamedTuple):
 
   target: Any
   drafter: Any
+  economy: Any = ()  # a `draft.economy.Economy`, where the policy weighs costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,6 @@ class Spec:
   def max_path(self) -> int:
     """P: tokens one step may emit, the bonus included; also the nodes on the longest path, the root included."""
     return self.policy.max_depth + 1
-
-  @property
-  def num_scratch(self) -> int:
-    """Cache slots needed past the committed rows, of the target's cache and of the drafter's, which are of one size."""
-    return max(self.policy.num_nodes, self.max_path, self.drafter.num_scratch(self.policy))
 
 
 class Limits(NamedTuple):

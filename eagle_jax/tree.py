@@ -16,9 +16,39 @@ class DraftTree(NamedTuple):
   log_q: jax.Array  # [T] f32, drafter's log-probability of the path from the root, nats; 0 at the root
 
 
-def root_only(token: jax.Array) -> DraftTree:
-  """The tree of plain decoding: nothing drafted. `token`: [] i32."""
-  return DraftTree(token[None], jnp.full(1, NO_PARENT, jnp.int32), jnp.zeros(1, jnp.float32))
+class Candidates(NamedTuple):
+  """One row's nodes as grown, the root first, then level by level."""
+
+  token: jax.Array  # [A] i32, NO_TOKEN where unused
+  parent: jax.Array  # [A] i32, candidate number; NO_PARENT at the root
+  log_q: jax.Array  # [A] f32, log-probability of the path; -inf where unused
+  score: jax.Array  # [A] f32, what ranks; never above the parent's
+
+
+def root_only(token_B: jax.Array) -> Candidates:
+  """Candidates of plain decoding, [B, 1] fields: nothing drafted. `token_B`: [B] i32."""
+  zero_B1 = jnp.zeros((token_B.shape[0], 1), jnp.float32)
+  return Candidates(token_B[:, None], jnp.full(zero_B1.shape, NO_PARENT, jnp.int32), zero_B1, zero_B1)
+
+
+def rerank(candidates: Candidates, *, num_nodes: int) -> DraftTree:
+  """Keeps one row's `num_nodes` best candidates (the root always) in their order, and renumbers their parents.
+
+  Always a tree: no child outscores its parent, and top_k breaks ties toward the lower number, where parents live.
+  """
+  _, kept_T = jax.lax.top_k(candidates.score, num_nodes)
+  kept_T = jnp.sort(kept_T)
+  token_T = candidates.token[kept_T]
+  parent_T = (kept_T[None, :] < candidates.parent[kept_T][:, None]).sum(axis=1, dtype=jnp.int32)
+  parent_T = jnp.where(token_T == NO_TOKEN, 0, parent_T)  # the parent of an unused node may not have been kept
+  return DraftTree(token_T, parent_T.at[0].set(NO_PARENT), candidates.log_q[kept_T])
+
+
+def padded(tree: DraftTree, num_nodes: int) -> DraftTree:
+  """Trees [.., T] with unused nodes behind, up to `num_nodes`."""
+  widths = [(0, 0)] * (tree.token.ndim - 1) + [(0, num_nodes - tree.token.shape[-1])]
+  fillers = NO_TOKEN, 0, -jnp.inf
+  return DraftTree(*(jnp.pad(x, widths, constant_values=filler) for x, filler in zip(tree, fillers, strict=True)))
 
 
 def ancestor_mask(parent_T: jax.Array, *, max_depth: int) -> jax.Array:

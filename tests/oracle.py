@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache
+from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.draft.drafter import NoDrafter
-from eagle_jax.draft.grow import Children, grow, rerank
+from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import Plain
 from eagle_jax.loop import decode_loop, result
 from eagle_jax.prefill import prepare, run_prefill
-from eagle_jax.sampling import Sampling, position_noise
 from eagle_jax.state import Params, Spec
 from eagle_jax.target.transformer import Taps
 
@@ -65,15 +64,16 @@ class OracleTarget:
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
     return kv_cache.init(num_layers=1, batch=batch, num_kv_heads=1, num_slots=num_slots, head_dim=1, dtype=jnp.float32)
 
-  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
-    def write(kv_BGSK, new_BT):
-      return kv_cache.write(kv_BGSK, new_BT.astype(jnp.float32)[:, None, :, None], cache.length)
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewRows]:
+    def total(is_seen, part):
+      return jnp.where(is_seen, part, jnp.uint32(0)).sum(axis=-1, dtype=jnp.uint32)
 
-    keys, values = write(cache.keys[0], token_BT), write(cache.values[0], position_BT)
-    seen_BTS = kv_cache.visible(cache.length, mask_BTT, num_slots=cache.num_slots)
-    part_BS = ingredient(keys[:, 0, :, 0].astype(jnp.int32), values[:, 0, :, 0].astype(jnp.int32))
-    hash_BT = jnp.where(seen_BTS, part_BS[:, None], jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32)
-    return Taps(pack(hash_BT)), KVCache((keys,), (values,), cache.length)
+    token_BS, position_BS = (kv[0][:, 0, :, 0].astype(jnp.int32) for kv in (cache.keys, cache.values))
+    is_committed_BS = jnp.arange(cache.num_slots)[None] < cache.length[:, None]
+    hash_B = total(is_committed_BS, ingredient(token_BS, position_BS))
+    hash_BT = hash_B[:, None] + total(mask_BTT, ingredient(token_BT, position_BT)[:, None])
+    new = (x_BT.astype(jnp.float32)[:, None, :, None] for x_BT in (token_BT, position_BT))
+    return Taps(pack(hash_BT)), NewRows(*((x_BGTK,) for x_BGTK in new))
 
   def logits(self, params, taps: Taps) -> jax.Array:
     hash_BT = unpack(taps.feature)
@@ -87,13 +87,6 @@ class Memory(NamedTuple):
   position: jax.Array  # [B] i32, of the newest token
 
 
-class Knowledge(NamedTuple):
-  """The drafter's parameters: how the target will draw."""
-
-  sampling: Sampling
-  row_id: jax.Array  # [B] i32
-
-
 @dataclasses.dataclass(frozen=True)
 class OracleDrafter:
   """A `draft.DraftNetwork` whose trees hold the target's own next token with probability `hit` at each node."""
@@ -104,10 +97,7 @@ class OracleDrafter:
   def init(self, batch: int, num_slots: int) -> Memory:
     return Memory(jnp.zeros(batch, jnp.uint32), jnp.zeros(batch, jnp.int32))
 
-  def num_scratch(self, policy) -> int:
-    return 0
-
-  def absorb(self, params: Knowledge, state: Memory, token_BP, taps: Taps, count_B) -> Memory:
+  def absorb(self, params, state: Memory, token_BP, taps: Taps, count_B) -> Memory:
     index_1P = jnp.arange(token_BP.shape[1])[None]
     part_BP = ingredient(token_BP, state.position[:, None] + 1 + index_1P)
     added_B = jnp.where(index_1P < count_B[:, None], part_BP, jnp.uint32(0)).sum(axis=1, dtype=jnp.uint32)
@@ -115,28 +105,21 @@ class OracleDrafter:
     first_B = jnp.where(state.position == 0, unpack(taps.feature[:, :, 0]), jnp.uint32(0))
     return Memory(state.hash + first_B + added_B, state.position + count_B)
 
-  def propose(self, params: Knowledge, state: Memory, root_B, policy):
-    depth_P = jnp.arange(1, policy.max_depth + 1)
-    noise = functools.partial(position_noise, params.sampling.seed, vocab_size=self.vocab_size)
-    noise_BPV = jax.vmap(lambda row, position: jax.vmap(lambda d: noise(row, position + d))(depth_P))(
-      params.row_id, state.position
-    )
-
+  def propose(self, params, state: Memory, root_B, policy, outlook):
     def step(parents_BW, frontier, depth: int, fanout: int):
       hash_BW = parents_BW
       if depth > 0:
         hash_BW = jnp.take_along_axis(parents_BW, frontier.parent_slot, axis=1)
         hash_BW += ingredient(frontier.token, jnp.broadcast_to(state.position[:, None] + depth, frontier.token.shape))
-      return self.children(hash_BW, params.sampling.temperature * noise_BPV[:, depth], fanout), hash_BW
+      return self.children(hash_BW, outlook.noise(depth + 1), fanout), hash_BW
 
-    candidates, _ = grow(step, state.hash[:, None], root_B, policy)
-    return jax.vmap(lambda c: rerank(c, num_nodes=policy.num_nodes))(candidates), state
+    return grow(step, state.hash[:, None], root_B, policy, outlook)
 
-  def children(self, hash_BW, noise_BV, fanout: int) -> Children:
+  def children(self, hash_BW, noise_VB, fanout: int) -> Children:
     """`fanout` different tokens a node; each rank is a quarter as likely to be the true one as the rank before."""
     assert fanout < self.vocab_size
     logits_BWV = hash_logits(hash_BW.reshape(-1), vocab_size=self.vocab_size).T.reshape(*hash_BW.shape, -1)
-    true_BW = jnp.argmax(logits_BWV + noise_BV[:, None], axis=-1).astype(jnp.int32)  # top-k and top-p aside
+    true_BW = jnp.argmax(logits_BWV + noise_VB.T[:, None], axis=-1).astype(jnp.int32)  # top-k and top-p aside
     dice_BW = mix(hash_BW ^ jnp.uint32(ODD))
     rank_BW = jnp.minimum(jax.lax.clz(dice_BW).astype(jnp.int32) // 2, fanout - 1)
     is_hit_BW = (dice_BW & 0xFFFF).astype(jnp.float32) < self.hit * 2.0**16
@@ -149,13 +132,10 @@ class OracleDrafter:
     )
 
 
-def build(policy: Any, row_ids, *, vocab_size: int = 13, drafter: Any = None, **sampling) -> tuple[Params, Spec]:
-  """Params and spec of the oracle pair; `Plain()` takes no drafter. `sampling` and row ids are those of `prefill`."""
-  target = OracleTarget(vocab_size)
-  if isinstance(policy, Plain):
-    return Params({}, {}), Spec(target, NoDrafter(), policy)
-  knowledge = Knowledge(Sampling.of(**sampling), jnp.asarray(row_ids, jnp.int32))
-  return Params({}, knowledge), Spec(target, drafter or OracleDrafter(vocab_size), policy)
+def build(policy: Any, *, vocab_size: int = 13, drafter: Any = None, economy: Any = ()) -> tuple[Params, Spec]:
+  """Params (the pair has none) and spec of the oracle pair; `Plain()` takes no drafter."""
+  drafter = NoDrafter() if isinstance(policy, Plain) else drafter or OracleDrafter(vocab_size)
+  return Params({}, {}, economy), Spec(OracleTarget(vocab_size), drafter, policy)
 
 
 def decode(params: Params, spec: Spec, tokens_BL, length_B, *, loop=decode_loop, **request) -> tuple[jax.Array, ...]:

@@ -13,8 +13,10 @@ import pytest
 import tiny
 from eagle_jax import decode
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
+from eagle_jax.draft import Outlook
+from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.program import Program
+from test_cost import COSTS
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
 POLICIES = (Chain(3), StaticTree(), StaticTree([(0,), (1,), (1, 0)]), DynamicTree(4, 3, 3, 8))
@@ -24,6 +26,7 @@ SAMPLINGS = (
   {'temperature': 0.7, 'top_k': 20, 'top_p': 0.8, 'row_ids': [4, 4, 0, 9]},
 )
 SMALL = DynamicTree(4, 3, 3, 8)
+ADAPTIVE = Adaptive(4, 3, 3, 8, smaller=(1, 4))
 NUM_NEW = 40
 
 
@@ -224,7 +227,7 @@ def primitives(jaxpr):
 
 
 def lowered_state(target, drafter, policy, *, batch: int):
-  params, spec = decode.build(target, drafter, policy=policy)
+  params, spec = decode.build(target, drafter, policy=policy, costs=COSTS)
   tokens_BL, length_B = np.ones((batch, 5), np.int32), np.full(batch, 5, np.int32)
   return params, spec, decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=20)
 
@@ -249,7 +252,7 @@ def copies_in_loop(hlo: str, shape: str) -> list[str]:
   return lines
 
 
-@pytest.mark.parametrize('policy', [Chain(3), StaticTree(), SMALL], ids=lambda p: p.describe())
+@pytest.mark.parametrize('policy', [Chain(3), StaticTree(), SMALL, ADAPTIVE], ids=lambda p: p.describe())
 def test_the_loop_copies_no_cache(target, drafter, policy):
   params, spec, state = lowered_state(target, drafter, policy, batch=5)
   shape = 'f32[' + ','.join(map(str, state.cache.keys[0].shape)) + ']'
@@ -358,8 +361,9 @@ def test_a_draft_vocabulary_drafts_only_its_ids_and_changes_no_text(target, draf
   assert out.tokens == plain.tokens
   params, spec = decode.build(target, small, policy=SMALL)
   state = spec.drafter.init(1, 32)
-  tree, _ = spec.drafter.propose(params.drafter, state, jnp.array([5]), SMALL)
-  assert set(tree.token[0, 1:].tolist()) <= set(ids.tolist())
+  outlook = Outlook(lambda depth: jnp.zeros((97, 1)), lambda depth, log_q_BW: True)
+  candidates = spec.drafter.propose(params.drafter, state, jnp.array([5]), SMALL, outlook)
+  assert set(candidates.token[0, 1:].tolist()) <= set(ids.tolist())
   with pytest.raises(ValueError, match='10 children.*draft vocabulary has 8 ids'):
     decode.build(target, small, policy=DynamicTree())
 

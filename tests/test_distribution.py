@@ -61,7 +61,7 @@ def draws(policy, sampling: dict, seed: int, decode_loop=loop.decode_loop) -> np
   num_accepted = 0
   for batch in range(NUM_BATCHES):
     row_ids = np.arange(batch * BATCH, (batch + 1) * BATCH, dtype=np.int32)
-    params, spec = oracle.build(policy, row_ids, vocab_size=VOCAB, seed=seed, **sampling)
+    params, spec = oracle.build(policy, vocab_size=VOCAB)
     tokens_BN, length_B, num_accepted_BN = oracle.decode(
       params, spec, np.tile(PROMPT, (BATCH, 1)), np.full(BATCH, len(PROMPT), np.int32), loop=decode_loop,
       max_new_tokens=NUM_NEW, sampling=Sampling.of(seed=seed, **sampling), row_ids=row_ids, eos_ids=(),

@@ -9,13 +9,17 @@ import pytest
 
 from eagle_jax import cache as kv_cache
 from eagle_jax import sampling
-from eagle_jax.draft.grow import Children, grow, rerank
-from eagle_jax.draft.policy import EAGLE1_PATHS, Chain, DynamicTree, StaticTree
-from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth
+from eagle_jax.draft import Outlook
+from eagle_jax.draft.economy import Economy, best_size, is_level_worth
+from eagle_jax.draft.grow import Children, grow
+from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
+from eagle_jax.target.layers import over_cache
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from eagle_jax.verify import verify
 from oracle import numpy_keep
 
 SEEDS = range(20)
+ALWAYS = Outlook(noise=lambda depth: jnp.zeros(0), is_level_worth=lambda depth, log_q_BW: True)
 POLICIES = (
   DynamicTree(), DynamicTree(3, 4, 3, 11), DynamicTree(1, 2, 4, 9), DynamicTree(4, 1, 3, 4), Chain(3), StaticTree(),
   StaticTree([(0,), (1,), (1, 0)]), StaticTree([(3,), (1,), (3, 2), (1, 0), (1, 4), (1, 4, 1)]),
@@ -124,7 +128,7 @@ def library_tree(policy, levels: list[Children], root: int) -> DraftTree:
     assert fanout == policy.fanouts[depth]
     return jax.tree.map(lambda x: x[None], levels[depth]), carry
 
-  candidates, _ = grow(step, (), jnp.full(1, root, jnp.int32), policy)
+  candidates = grow(step, (), jnp.full(1, root, jnp.int32), policy, ALWAYS)
   return rerank(jax.tree.map(lambda x: x[0], candidates), num_nodes=policy.num_nodes)
 
 
@@ -155,7 +159,7 @@ def test_a_static_tree_is_its_template(template):
     token_BWC = 10 * frontier.token[..., None] + 1 + jnp.arange(fanout).reshape(1, 1, -1)
     return Children(token_BWC, jnp.full(token_BWC.shape, -1.0)), carry
 
-  candidates, _ = grow(step, (), jnp.zeros(1, jnp.int32), policy)
+  candidates = grow(step, (), jnp.zeros(1, jnp.int32), policy, ALWAYS)
   tree = rerank(jax.tree.map(lambda x: x[0], candidates), num_nodes=policy.num_nodes)
   spelt = [int('0' + ''.join(str(rank + 1) for rank in path)) for path in template]
   assert sorted(tree.token.tolist()) == sorted([0, *spelt])
@@ -226,38 +230,90 @@ def test_the_largest_tree_is_allowed():
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_visible(seed):
+def test_accepted_rows_are_appended(seed):
   rng = np.random.default_rng(seed)
-  B, T, M, S = 3, 4, rng.integers(4, 7), 16
-  length_B, mask_BTM = rng.integers(0, S - M + 1, B).astype(np.int32), rng.random((B, T, M)) < 0.5
-  expected_BTS = np.zeros((B, T, S), bool)
-  for b, t, s in np.ndindex(B, T, S):
-    new = s - length_B[b]
-    expected_BTS[b, t, s] = new < 0 or (new < M and mask_BTM[b, t, new])
-  visible_BTS = kv_cache.visible(jnp.asarray(length_B), jnp.asarray(mask_BTM), num_slots=S)
-  np.testing.assert_array_equal(visible_BTS, expected_BTS)
+  B, G, T, P, S, K = 3, 2, 7, 4, 24, 5
+  length_B, count_B = rng.integers(0, S - P, B).astype(np.int32), rng.integers(0, P + 1, B).astype(np.int32)
+  old, new = (rng.standard_normal((4, B, G, n, K)).astype(np.float32) for n in (S, T))
+  path_BP = np.full((B, P), T, np.int32)
+  for path_P, count in zip(path_BP, count_B, strict=True):
+    path_P[:count] = np.sort(rng.choice(T, count, replace=False))
+  cache = kv_cache.KVCache(tuple(map(jnp.asarray, old[:2])), tuple(map(jnp.asarray, old[2:])), jnp.asarray(length_B))
+  rows = kv_cache.NewRows(tuple(map(jnp.asarray, new[:2])), tuple(map(jnp.asarray, new[2:])))
+  after = kv_cache.append(cache, rows.at(jnp.asarray(path_BP)), jnp.asarray(count_B))
+  np.testing.assert_array_equal(after.length, length_B + count_B)
+  for before, found, then in zip(old, new, (*after.keys, *after.values), strict=True):
+    for b, (length, count) in enumerate(zip(length_B, count_B, strict=True)):
+      np.testing.assert_array_equal(then[b, :, :length], before[b, :, :length])
+      np.testing.assert_array_equal(then[b, :, length : length + count], found[b][:, path_BP[b, :count]])
+
+
+@pytest.mark.parametrize('num_slots', [0, 9])
+@pytest.mark.parametrize('num_earlier', [0, 3])
+def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_earlier):
+  rng = np.random.default_rng(num_slots + num_earlier)
+  B, G, J, T, K = 2, 2, 3, 4, 8
+  length_B = np.minimum([0, 7], num_slots).astype(np.int32)
+  mask_BTM = rng.random((B, T, num_earlier + T)) < 0.5
+  mask_BTM[:, np.arange(T), num_earlier + np.arange(T)] = True
+  old, earlier, new = (rng.standard_normal((2, B, G, n, K)).astype(np.float32) for n in (num_slots, num_earlier, T))
+  q = rng.standard_normal((B, G, J, T, K)).astype(np.float32)
+  given = tuple(map(jnp.asarray, earlier)) if num_earlier else None
+  mix = over_cache(*map(jnp.asarray, old), jnp.asarray(length_B), jnp.asarray(mask_BTM), given)
+  out, memory = mix(jnp.asarray(q), *map(jnp.asarray, new))
+  for found, parts in zip(memory, zip(earlier, new, strict=True), strict=True):
+    np.testing.assert_array_equal(found, np.concatenate(parts, axis=2))
+  for b, g, j, t in np.ndindex(B, G, J, T):
+    seen = [
+      np.concatenate([x[b, g, : length_B[b]], y[b, g][mask_BTM[b, t]]])
+      for x, y in zip(old, np.concatenate([earlier, new], axis=3), strict=True)
+    ]
+    weight = np.exp(seen[0] @ q[b, g, j, t] / np.sqrt(K))
+    np.testing.assert_allclose(out[b, g, j, t], weight @ seen[1] / weight.sum(), rtol=2e-5, atol=1e-6)
+
+
+# What pays.
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_write_and_commit(seed):
+def test_the_best_size_gains_most(seed):
   rng = np.random.default_rng(seed)
-  B, G, T, P, S, K = 3, 2, 7, 4, 24, 5
-  cache = kv_cache.init(num_layers=2, batch=B, num_kv_heads=G, num_slots=S, head_dim=K, dtype=jnp.float32)
-  length_B = rng.integers(0, S - T - P, B).astype(np.int32)
-  old, new = (rng.standard_normal((4, B, G, n, K)).astype(np.float32) for n in (S, T))
-  written = [
-    kv_cache.write(jnp.asarray(x), jnp.asarray(y), jnp.asarray(length_B)) for x, y in zip(old, new, strict=True)
-  ]
-  path_BP, count_B = np.full((B, P), T, np.int32), rng.integers(0, P + 1, B).astype(np.int32)
-  for b in range(B):
-    path_BP[b, : max(count_B[b], 1)] = [0, *np.sort(1 + rng.choice(T - 1, max(count_B[b], 1) - 1, replace=False))]
-  cache = cache._replace(keys=tuple(written[:2]), values=tuple(written[2:]), length=jnp.asarray(length_B))
-  cache = kv_cache.commit(cache, jnp.asarray(path_BP), jnp.asarray(count_B))
-  np.testing.assert_array_equal(cache.length, length_B + count_B)
-  for before, row, after in zip(old, new, (*cache.keys, *cache.values), strict=True):
-    for b, (length, count) in enumerate(zip(length_B, count_B, strict=True)):
-      np.testing.assert_array_equal(after[b, :, :length], before[b, :, :length])
-      np.testing.assert_array_equal(after[b, :, length : length + count], row[b][:, path_BP[b, :count]])
+  B, A, sizes = 3, 12, (1, 2, 5, 9)
+  log_q_BA = np.concatenate([np.zeros((B, 1)), -rng.exponential(1.0, (B, A - 1))], axis=1).astype(np.float32)
+  log_q_BA[rng.random((B, A)) < 0.3] = -np.inf
+  log_q_BA[:, 0] = 0
+  is_live_B = rng.random(B) < 0.7
+  knots = np.linspace(-4, 0, 5).astype(np.float32)
+  verify_ms = np.cumsum(rng.random(4)).astype(np.float32)
+  table = Economy(*map(jnp.asarray, (np.float32(0.6), verify_ms, verify_ms, verify_ms, knots, np.exp(knots))))
+  gains = []
+  for size, ms in zip(sizes, verify_ms, strict=True):
+    values = [np.interp(np.sort(row[1:])[::-1][: size - 1], knots, np.exp(knots)) for row in log_q_BA]
+    used = [np.sort(row[1:])[::-1][: size - 1] > -np.inf for row in log_q_BA]
+    gain = [(v * u).sum() - 0.6 * ms for v, u in zip(values, used, strict=True)]
+    gains.append(np.asarray(gain)[is_live_B].sum())
+  chosen = int(best_size(table, jnp.asarray(log_q_BA), jnp.asarray(is_live_B), sizes=sizes))
+  assert gains[chosen] >= max(gains) - 1e-5
+
+
+def test_a_level_is_worth_what_its_frontier_promises():
+  knots = jnp.asarray([-2.0, 0.0])
+  table = Economy(
+    jnp.float32(0.5), jnp.zeros(1), jnp.asarray([0.0, 2.0, 2.0]), jnp.asarray([1.0, 0.5, 1.0]), knots, jnp.exp(knots)
+  )
+  live_B, frontier_BW = jnp.asarray([True, False]), jnp.asarray([[0.0, 0.0], [-jnp.inf, 0.0]])
+  assert not is_level_worth(table, frontier_BW, live_B, depth=1)  # 0.5 x 2 against 0.5 x 2
+  assert is_level_worth(table, frontier_BW, live_B, depth=2)
+  assert not is_level_worth(table, jnp.full((2, 2), -jnp.inf), live_B, depth=2)
+  np.testing.assert_allclose(
+    table.values(jnp.asarray([0.0, -jnp.inf, -9.0, -1.0])), [1, 0, np.exp(-2), (1 + np.exp(-2)) / 2]
+  )
+
+
+@pytest.mark.parametrize('smaller', [(0,), (2, 1), (8,), (9,), (2, 2)])
+def test_sizes_must_ascend(smaller):
+  with pytest.raises(ValueError, match='ascending'):
+    Adaptive(3, 3, 3, 8, smaller=smaller)
 
 
 # Sampling.

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import oracle
-from eagle_jax import cache as kv_cache
 from eagle_jax import loop
-from eagle_jax.draft.policy import Chain, DynamicTree, Plain, StaticTree
+from eagle_jax.cache import NewRows
+from eagle_jax.draft.economy import Economy
+from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sampling import Sampling, choose
-from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 from eagle_jax.verify import verify
 
 VOCAB = 13
@@ -40,10 +41,11 @@ def random_template(seed: int, num_nodes: int, max_depth: int) -> StaticTree:
 class RandomTrees(oracle.OracleDrafter):
   """Another random tree for every row and step: unused nodes, twins and any shape that a policy never grows."""
 
-  def propose(self, params, state, root_B, policy):
-    return jax.vmap(functools.partial(self._row, params.sampling, policy))(state, root_B, params.row_id), state
+  def propose(self, params, state, root_B, policy, outlook):
+    noise_PVB = jnp.stack([outlook.noise(depth) for depth in range(1, policy.max_depth + 1)])
+    return jax.vmap(functools.partial(self._row, policy), (0, 0, 2))(state, root_B, noise_PVB)
 
-  def _row(self, sampling, policy, state, root, row_id):
+  def _row(self, policy, state, root, noise_PV):
     T = policy.num_nodes
     zero_T = jnp.zeros(T, jnp.int32)
 
@@ -55,13 +57,13 @@ class RandomTrees(oracle.OracleDrafter):
       position = state.position + depth_T[parent] + 1
       logits_V = oracle.hash_logits(hash_T[parent][None], vocab_size=self.vocab_size)[:, 0]
       other = (dice_3[1] % jnp.uint32(self.vocab_size)).astype(jnp.int32) - 1  # NO_TOKEN among them
-      token = jnp.where(dice_3[2] < jnp.uint32(0.8 * 2**32), choose(logits_V, sampling, row_id, position), other)
+      token = jnp.where(dice_3[2] < jnp.uint32(0.8 * 2**32), jnp.argmax(logits_V + noise_PV[depth_T[parent]]), other)
       values = token, parent, depth_T[parent] + 1, hash_T[parent] + oracle.ingredient(token, position)
       return tuple(x_T.at[node].set(x) for x_T, x in zip(tree, values, strict=True)), None
 
     start = zero_T.at[0].set(root), zero_T.at[0].set(NO_PARENT), zero_T, zero_T.astype(jnp.uint32).at[0].set(state.hash)
     (token_T, parent_T, _, _), _ = jax.lax.scan(add, start, jnp.arange(1, T))
-    return DraftTree(token_T, parent_T, jnp.zeros(T, jnp.float32))
+    return Candidates(token_T, parent_T, jnp.zeros(T, jnp.float32), -jnp.arange(T, dtype=jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,7 @@ SMALL = DynamicTree(3, 3, 3, 8)
 
 
 def run(
-  policy, *, drafter=None, prompts=PROMPTS, row_ids=ROW_IDS, max_new_tokens=NUM_NEW, eos_ids=(),
+  policy, *, drafter=None, economy=(), prompts=PROMPTS, row_ids=ROW_IDS, max_new_tokens=NUM_NEW, eos_ids=(),
   decode_loop=loop.decode_loop, **sampling,
 ):  # fmt: skip
   """Tokens and num_accepted, a list a row."""
@@ -97,7 +99,7 @@ def run(
     row_L[: len(prompt)] = prompt
   length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
   eos_ids = (*eos_ids, NO_TOKEN, NO_TOKEN)[:2]  # always two slots: one program for all
-  params, spec = oracle.build(policy, row_ids, vocab_size=VOCAB, drafter=drafter, **sampling)
+  params, spec = oracle.build(policy, vocab_size=VOCAB, drafter=drafter, economy=economy)
   tokens_BN, length_B, num_accepted_BN = map(
     np.asarray,
     oracle.decode(
@@ -224,11 +226,38 @@ def test_a_drafter_that_forgets_costs_speed_and_no_text():
   assert sum(map(sum, num_accepted_forgetful)) < 0.7 * sum(map(sum, num_accepted))
 
 
+# Trees that are cut, at every step, to what pays.
+
+ADAPTIVE = Adaptive(3, 3, 3, 8, smaller=(1, 2, 4))
+
+
+def economy(rate: float) -> Economy:
+  """Nodes are worth what the oracle's drafter says; a node costs 0.1 ms and a level 0.3."""
+  log_q = jnp.linspace(-8.0, 0.0, 9)
+  verify_ms = 1 + 0.1 * jnp.asarray(ADAPTIVE.sizes, jnp.float32)
+  return Economy(jnp.float32(rate), verify_ms, jnp.full(3, 0.3), jnp.full(3, 0.8), log_q, jnp.exp(log_q))
+
+
+@pytest.mark.parametrize('sampling', SAMPLINGS, ids=str)
+@pytest.mark.parametrize('rate', [0.0, 1.0, 2.0, 5.0, 1e6])
+def test_a_tree_cut_to_what_pays_changes_no_text(sampling, rate):
+  tokens, num_accepted = run(ADAPTIVE, economy=economy(rate), **sampling)
+  assert tokens == plain(sampling)
+  check_counts(tokens, num_accepted)
+
+
+def test_what_costs_nothing_is_done_and_what_costs_too_much_is_not():
+  full = run(DynamicTree(3, 3, 3, 8), **SAMPLED)[1]
+  by_rate = {rate: sum(map(sum, run(ADAPTIVE, economy=economy(rate), **SAMPLED)[1])) for rate in (0.0, 2.0, 5.0, 1e6)}
+  assert by_rate[0.0] == sum(map(sum, full))
+  assert by_rate[0.0] > by_rate[2.0] > by_rate[5.0] >= by_rate[1e6] == 0
+
+
 # Planted faults: the oracle must notice each.
 
 
-def no_compaction(cache, path_BP, count_B):
-  return cache._replace(length=cache.length + count_B)
+def the_first_rows(rows, path_BP):
+  return right_rows(rows, jnp.broadcast_to(jnp.arange(path_BP.shape[1]), path_BP.shape))
 
 
 def late_position(mask_TT):
@@ -255,10 +284,10 @@ def noise_of_the(key):
   return verify_rows
 
 
-right_depth, right_mask = loop.depth, loop.ancestor_mask
+right_depth, right_mask, right_rows = loop.depth, loop.ancestor_mask, NewRows.at
 FAULTS = {
   'none': (loop, 'verify_rows', noise_of_the(lambda length, node, depth, step: length + depth + 1)),
-  'accepted rows stay where they were': (kv_cache, 'commit', no_compaction),
+  'other rows than the accepted ones are kept': (NewRows, 'at', the_first_rows),
   'one position late': (loop, 'depth', late_position),
   'one wrong mask bit': (loop, 'ancestor_mask', one_wrong_bit),
   'noise by node': (loop, 'verify_rows', noise_of_the(lambda length, node, depth, step: length + node + 1)),

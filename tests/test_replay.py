@@ -23,6 +23,7 @@ from eagle_jax.train.shards import Example
 NUM_NEW = 24
 EOS_IDS = (0, 24, 48, 72, 96)
 PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 20)] for first in range(32)]
+ROW_IDS = range(100, 132)
 POLICIES = (DynamicTree(4, 3, 3, 12), Chain(3), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]))
 SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
 
@@ -46,7 +47,7 @@ def drafter(target):
 
 
 def decoded(target, drafter, policy, sampling) -> Generation:
-  how = {'max_new_tokens': NUM_NEW, 'row_ids': range(100, 132), 'eos_ids': EOS_IDS, **sampling}
+  how = {'max_new_tokens': NUM_NEW, 'row_ids': ROW_IDS, 'eos_ids': EOS_IDS, **sampling}
   return generate(target, drafter, PROMPTS, policy=policy, **how)
 
 
@@ -55,19 +56,22 @@ def features(params, token_BL, *, network: TransformerTarget):
   """[B, L, D] f32 of whole texts, in one pass."""
   position_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
   causal_BLL = jnp.broadcast_to(jnp.tri(token_BL.shape[1], dtype=bool), (*token_BL.shape, token_BL.shape[1]))
-  taps, _ = network.forward(params, token_BL, position_BL, causal_BLL, network.init_cache(*token_BL.shape))
+  taps, _ = network.forward(params, token_BL, position_BL, causal_BLL, network.init_cache(token_BL.shape[0], 0))
   return taps.feature.transpose(1, 2, 0)
 
 
-def examples_of(target, generation: Generation) -> list[Example]:
+def examples_of(target, generation: Generation, *, temperature=0.0, seed=0) -> list[Example]:
   """What these answers would have left behind, but with features of float32."""
   texts = [prompt + answer for prompt, answer in zip(PROMPTS, generation.tokens, strict=True)]
   token_BL, _ = pad_prompts(texts, max(map(len, PROMPTS)) + NUM_NEW)
   feature_BLD = np.asarray(features(target.params, token_BL, network=TransformerTarget(target.config)))
   return [
-    Example(i, np.asarray(text, np.int32), np.arange(len(text)) >= len(prompt), feature_LD[: len(text) - 1])
-    for i, (prompt, text, feature_LD) in enumerate(zip(PROMPTS, texts, feature_BLD, strict=True))
-  ]
+    Example(
+      row_id, np.asarray(text, np.int32), np.arange(len(text)) >= len(prompt), feature_LD[: len(text) - 1],
+      temperature, seed,
+    )
+    for row_id, prompt, text, feature_LD in zip(ROW_IDS, PROMPTS, texts, feature_BLD, strict=True)
+  ]  # fmt: skip
 
 
 def ends_inside_a_path(tokens: list[int], num_accepted: list[int]) -> bool:
@@ -79,7 +83,7 @@ def ends_inside_a_path(tokens: list[int], num_accepted: list[int]) -> bool:
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_a_trace_is_what_decoding_does(target, drafter, policy, sampling):
   generation = decoded(target, drafter, policy, sampling)
-  traced = trace(target, drafter, examples_of(target, generation), policy=policy, num_rows=5)
+  traced = trace(target, drafter, examples_of(target, generation, **sampling), policy=policy, num_rows=5)
   assert traced.num_accepted == generation.num_accepted
   assert traced.tau == generation.stats['tau']
   assert traced.num_passes == generation.stats['num_target_passes']

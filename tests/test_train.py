@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eagle_jax import cache as kv_cache
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.decode import generate
 from eagle_jax.draft.drafter import Drafter
@@ -61,7 +62,7 @@ def whole_pass(params, token_L):
   num_places = len(token_L)
   network = TransformerTarget(CONFIG)
   causal_1LL = jnp.tri(num_places, dtype=bool)[None]
-  cache = network.init_cache(1, num_places)
+  cache = network.init_cache(1, 0)
   taps, _ = network.forward(params, token_L[None], jnp.arange(num_places)[None], causal_1LL, cache)
   return np.asarray(taps.feature[:, 0].T.astype(jnp.bfloat16))
 
@@ -150,18 +151,19 @@ def test_frequent_ids_come_from_answers_and_hold_the_forced():
 def chain_by_decoding(params, packed: Packed, feature_DL, row, *, network, num_steps: int):
   """[num_steps, D]: outputs of a chain drafted from `row` of a single text, by the drafter's own cache."""
   num_places = feature_DL.shape[1]
-  cache = network.init(1, num_places + num_steps).cache
+  cache = network.init(1, num_places).cache
   causal_1LL = jnp.tri(num_places, dtype=bool)[None]
   inputs = packed.next_token, feature_DL[:, None], packed.position, causal_1LL
-  out_D1L, cache = network.forward(params, *inputs, cache.length, cache)
-  cache = cache._replace(length=cache.length + row + 1)  # what lies beyond is scratch
+  out_D1L, (keys, values) = network.forward(params, *inputs, cache)
+  cache = kv_cache.append(cache, kv_cache.NewRows((keys,), (values,)), jnp.atleast_1d(row + 1))
   outs = [jax.lax.dynamic_index_in_dim(out_D1L[:, 0], row, axis=1, keepdims=False)]
+  drafted = None
   for step in range(1, num_steps):
     token_11, position_11 = (
       jax.lax.dynamic_slice_in_dim(x, row + step, 1, axis=1) for x in (packed.next_token, packed.position)
     )
     inputs = token_11, outs[-1][:, None, None], position_11, jnp.ones((1, 1, step), bool)
-    out_D11, cache = network.forward(params, *inputs, cache.length + step - 1, cache)
+    out_D11, drafted = network.forward(params, *inputs, cache, drafted)
     outs.append(out_D11[:, 0, 0])
   return jnp.stack(outs)
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from eagle_jax.config import DrafterConfig
+from eagle_jax.draft import Outlook
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.target.transformer import Taps
-from eagle_jax.tree import NO_PARENT, ancestor_mask, depth
+from eagle_jax.tree import NO_PARENT, ancestor_mask, depth, rerank
 
 CONFIG = DrafterConfig(
   vocab_size=23, width=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=24, rope_theta=50.0, qkv_bias=True
@@ -73,24 +74,27 @@ class Reference:
       assert score[order[k - 1]] - score[order[k]] > NEAR_TIE, 'near tie: choose another seed'
     return score[order[:k]], order[:k]
 
-  def children(self, out, k):
-    logits = self.params['head'] @ out
+  def children(self, out, noise_V, k):
+    logits = self.params['head'] @ out + noise_V
     return self.top_k(logits - logits.max() - np.log(np.exp(logits - logits.max()).sum()), k)
 
-  def draft(self, new_features, new_tokens, root, *, k, max_depth, num_nodes):
-    """`topK_genrate`: absorbs the new rows, grows, reranks. Tokens, parents, depths and mask, the root first."""
+  def draft(self, new_features, new_tokens, root, noise_dV, *, k, max_depth, num_nodes):
+    """`topK_genrate`: absorbs the new rows, grows, reranks. Tokens, parents, depths and mask, the root first.
+
+    Ours beside it: the noise of each depth is added to the logits; 0 for the reference's own tree.
+    """
     for feature, token in zip(new_features, new_tokens, strict=True):
       last, own = self.forward(token, feature, len(self.rows), self.rows)
       self.rows.append(own)
     n = len(self.rows)
-    score_k, token_k = self.children(last, k)
+    score_k, token_k = self.children(last, noise_dV[0], k)
     pool = [(token, score, -1, 1) for token, score in zip(token_k, score_k, strict=True)]  # parent -1: the root
     frontier = [(i, last, ()) for i in range(k)]  # candidate, feature, drafted rows of its ancestors
     for level in range(max_depth - 1):
       outs = [self.forward(pool[i][0], f, n + level, [*self.rows, *above]) for i, f, above in frontier]
       first = len(pool)
       for (i, _, _), (out, _) in zip(frontier, outs, strict=True):
-        for log_p, token in zip(*self.children(out, k), strict=True):
+        for log_p, token in zip(*self.children(out, noise_dV[level + 1], k), strict=True):
           pool.append((token, pool[i][1] + log_p, i, level + 2))
       _, chosen = self.top_k(np.asarray([score for _, score, _, _ in pool[first:]]), k)
       frontier = [(first + c, outs[c // k][0], (*frontier[c // k][2], outs[c // k][1])) for c in chosen]
@@ -109,7 +113,8 @@ class Reference:
 @pytest.mark.parametrize(
   ('k', 'max_depth', 'num_nodes', 'seed'), [(3, 1, 4, 0), (2, 3, 6, 1), (4, 4, 14, 2), (5, 6, 30, 3), (10, 6, 60, 4)]
 )
-def test_tree_is_the_references(k, max_depth, num_nodes, seed):
+@pytest.mark.parametrize('temperature', [0.0, 0.7])
+def test_tree_is_the_references(k, max_depth, num_nodes, seed, temperature):
   """Two cycles: after the prompt, and after a path of one root and `a` accepted nodes, as commit hands it over."""
   policy, eagle = DynamicTree(k, k, max_depth, num_nodes), Eagle(CONFIG)
   params64 = random_params(seed)
@@ -117,7 +122,10 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed):
   params['ids'] = jnp.arange(CONFIG.vocab_size)
   reference, state = Reference(params64), eagle.init(2, NUM_SLOTS + 512)
   rng = np.random.default_rng(seed)
-  absorb, propose = jax.jit(eagle.absorb), jax.jit(functools.partial(eagle.propose, policy=policy))
+  noise_dVB = temperature * jax.random.gumbel(jax.random.key(seed), (max_depth, CONFIG.vocab_size, 2))
+  absorb = jax.jit(eagle.absorb)
+  outlook = Outlook(lambda depth: noise_dVB[depth - 1], lambda depth, log_q_BW: True)
+  propose = jax.jit(functools.partial(eagle.propose, policy=policy, outlook=outlook))
   num_padded = PROMPT_LEN + 2
   for count in (PROMPT_LEN, min(3, max_depth + 1)):
     # Row 0 is under test; row 1 is another text of another length, to see that rows stay apart.
@@ -127,10 +135,12 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed):
     taps = Taps(jnp.asarray(feature_DBP, jnp.float32))
     state = absorb(params, state, jnp.asarray(token_BP), taps, count_B)
     root_B = jnp.take_along_axis(jnp.asarray(token_BP), count_B[:, None] - 1, axis=1)[:, 0]
-    tree, state = propose(params, state, root_B)
+    tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(propose(params, state, root_B))
     root = int(token_BP[0, count - 1])
     sizes = {'k': k, 'max_depth': max_depth, 'num_nodes': num_nodes}
-    expected = reference.draft(feature_DBP[:, 0, :count].T, token_BP[0, :count], root, **sizes)
+    expected = reference.draft(
+      feature_DBP[:, 0, :count].T, token_BP[0, :count], root, np.asarray(noise_dVB[:, :, 0]), **sizes
+    )
     token_T, parent_T, depth_T, mask_TT, log_q_T = expected
     np.testing.assert_array_equal(tree.token[0], token_T)
     np.testing.assert_array_equal(tree.parent[0], parent_T)

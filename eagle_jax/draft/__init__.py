@@ -1,11 +1,21 @@
 """Drafters: what proposes trees. What the decode loop asks of one."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.tree import DraftTree
+from eagle_jax.tree import Candidates
+
+
+class Outlook(NamedTuple):
+  """What a proposal may look at, besides what its network knows."""
+
+  # Depth -> [V, B] f32: what the target adds to its logits when it draws a row's token so many edges below the root.
+  noise: Callable[[int], jax.Array]
+  # (depth, [B, W] f32 log-probabilities of a frontier there) -> [] bool, or True: is it worth drafting its children?
+  is_level_worth: Callable[[int, jax.Array], Any]
 
 
 class DraftNetwork(Protocol):
@@ -13,10 +23,6 @@ class DraftNetwork(Protocol):
 
   def init(self, batch: int, num_slots: int) -> Any:
     """The state before any text, a pytree."""
-    ...
-
-  def num_scratch(self, policy: TreePolicy) -> int:
-    """Cache slots needed past the committed rows."""
     ...
 
   def absorb(self, params, state, token_BP: jax.Array, taps: Any, count_B: jax.Array) -> Any:
@@ -29,6 +35,6 @@ class DraftNetwork(Protocol):
     """
     ...
 
-  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy) -> tuple[DraftTree, Any]:
-    """A tree a row, [B, T] fields, rooted at the newest token `root_B` [B] i32."""
+  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:
+    """What the trees may be made of, [B, A] fields, each rooted at the newest token `root_B` [B] i32."""
     ...

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from eagle_jax.config import DrafterConfig
+from eagle_jax.draft import Outlook
 from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.tree import DraftTree, root_only
+from eagle_jax.tree import Candidates, root_only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +26,8 @@ class NoDrafter:
   def init(self, batch: int, num_slots: int) -> Any:
     return ()
 
-  def num_scratch(self, policy: TreePolicy) -> int:
-    return 0
-
   def absorb(self, params, state, token_BP, taps, count_B) -> Any:
     return state
 
-  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy) -> tuple[DraftTree, Any]:
-    return jax.vmap(root_only)(root_B), state
+  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:
+    return root_only(root_B)

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft.grow import Children, Frontier, grow, rerank
+from eagle_jax.draft import Outlook
+from eagle_jax.draft.grow import Children, Frontier, grow
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import DecoderLayer, Linear, Mix, embed, head_logits, over_cache
-from eagle_jax.tree import DraftTree
+from eagle_jax.target.layers import DecoderLayer, Linear, Mix, appending, embed, head_logits, over_cache
+from eagle_jax.tree import Candidates
 
 
 class EagleHead(nn.Module):
@@ -65,10 +66,6 @@ class Eagle:
     )
     return EagleState(cache, jnp.zeros((c.width, batch), self.dtype))
 
-  def num_scratch(self, policy: TreePolicy) -> int:
-    """Slots needed past the committed rows: the expanded nodes, or the rows of one absorb."""
-    return max(sum(policy.widths[1:]), policy.max_depth + 1)
-
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     row_D1 = jnp.zeros((self.config.width, 1), self.dtype)
@@ -87,31 +84,28 @@ class Eagle:
     out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, mix)
     return out[0].reshape(feature_DBT.shape), out[1]
 
-  def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, start_B, cache: KVCache):
-    """`rows` written to the cache at `start`, past its length, which stays; `mask_BTM` as in `cache.visible`."""
-    visible_BTS = kv_cache.visible(cache.length, mask_BTM, num_slots=cache.num_slots)
-    mix = over_cache(cache.keys[0], cache.values[0], visible_BTS, start_B)
-    out_DBT, (keys, values) = self.rows(params, token_BT, feature_DBT, position_BT, mix)
-    return out_DBT, KVCache((keys,), (values,), cache.length)
+  def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
+    """`rows` behind the committed ones, and the keys and values of all new ones so far; see `layers.over_cache`."""
+    mix = over_cache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier)
+    return self.rows(params, token_BT, feature_DBT, position_BT, mix)
 
   def absorb(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
     """Takes in the first `count` of P committed rows a batch row; see `draft.DraftNetwork.absorb`."""
-    batch, num_rows = token_BP.shape
     cache = state.cache
-    position_BP = cache.length[:, None] + jnp.arange(num_rows)[None]
-    causal_BPP = jnp.broadcast_to(jnp.tri(num_rows, dtype=bool), (batch, num_rows, num_rows))
-    out_DBP, cache = self.forward(params, token_BP, taps.feature, position_BP, causal_BPP, cache.length, cache)
+    position_BP = cache.length[:, None] + jnp.arange(token_BP.shape[1])[None]
+    mix = appending(cache.keys[0], cache.values[0], cache.length)
+    out_DBP, (keys, values) = self.rows(params, token_BP, taps.feature, position_BP, mix)
     newest_B = jnp.maximum(count_B - 1, 0)
     newest_DB = jnp.take_along_axis(out_DBP, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
     feature_DB = constrain(jnp.where(count_B > 0, newest_DB, state.feature), ('width', 'batch'))
-    return EagleState(cache._replace(length=constrain_rows(cache.length + count_B)), feature_DB)
+    return EagleState(KVCache((keys,), (values,), constrain_rows(cache.length + count_B)), feature_DB)
 
-  def propose(self, params, state: EagleState, root_B, policy: TreePolicy) -> tuple[DraftTree, EagleState]:
-    """Grows and reranks every row's tree. The drafted rows are scratch in the cache: only `absorb` commits."""
+  def propose(self, params, state: EagleState, root_B, policy: TreePolicy, outlook: Outlook) -> Candidates:
+    """Grows every row's candidates."""
     length_B = state.cache.length
 
     def step(carry, frontier: Frontier, depth: int, fanout: int):
-      out_DBW, mask_BWM, cache = carry
+      out_DBW, mask_BWM, drafted = carry
       if depth > 0:  # the root's own output is there already
         # A node's feature is the output at its parent; it sees what its parent saw, and itself.
         feature_DBW = jnp.take_along_axis(out_DBW, frontier.parent_slot[None], axis=2, mode='clip')
@@ -120,20 +114,23 @@ class Eagle:
         itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
         mask_BWM = jnp.concatenate([inherited_BWM, itself_BWW], axis=2)
         position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
-        start_B = length_B + inherited_BWM.shape[2]
-        out_DBW, cache = self.forward(params, frontier.token, feature_DBW, position_BW, mask_BWM, start_B, cache)
-      return self.children(params, out_DBW, fanout), (out_DBW, mask_BWM, cache)
+        rows = frontier.token, feature_DBW, position_BW, mask_BWM
+        out_DBW, drafted = self.forward(params, *rows, state.cache, drafted)
+      return self.children(params, out_DBW, outlook.noise(depth + 1), fanout), (out_DBW, mask_BWM, drafted)
 
     nothing_B10 = jnp.zeros((root_B.shape[0], 1, 0), bool)
-    candidates, (_, _, cache) = grow(step, (state.feature[..., None], nothing_B10, state.cache), root_B, policy)
-    tree = jax.vmap(lambda c: rerank(c, num_nodes=policy.num_nodes))(candidates)
-    return tree, state._replace(cache=cache)
+    return grow(step, (state.feature[..., None], nothing_B10, None), root_B, policy, outlook)
 
-  def children(self, params, out_DBW: jax.Array, fanout: int) -> Children:
-    """The `fanout` likeliest next tokens after each drafted row; confidences are at temperature 1 (EAGLE.md 4.2)."""
+  def children(self, params, out_DBW: jax.Array, noise_VB: jax.Array, fanout: int) -> Children:
+    """The `fanout` likeliest next tokens after each drafted row.
+
+    Greedy, these are the reference's: its confidences are at temperature 1 (EAGLE.md 4.2). A sampled token is the best
+    under noise that is known: so the drafter adds the same noise, and its confidence says which token will be drawn.
+    """
     out_DR = out_DBW.reshape(out_DBW.shape[0], -1)
     logits_UR = head_logits(params['head'], out_DR.astype(params['head'].dtype))
-    log_p_RU = jax.nn.log_softmax(logits_UR, axis=0).T
+    noise_UR = jnp.repeat(noise_VB[params['ids']], out_DBW.shape[2], axis=1, total_repeat_length=out_DR.shape[1])
+    log_p_RU = jax.nn.log_softmax(logits_UR + noise_UR, axis=0).T
     log_p_RC, index_RC = jax.lax.top_k(log_p_RU, fanout)
     shape = (*out_DBW.shape[1:], fanout)
     return Children(params['ids'][index_RC].reshape(shape), log_p_RC.reshape(shape))

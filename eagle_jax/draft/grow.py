@@ -1,17 +1,19 @@
-"""Growing and cutting the draft tree: EAGLE-2's expand and rerank (arXiv:2406.16858, section 4; EAGLE.md section 4).
+"""Growing the draft tree: EAGLE-2's expand (arXiv:2406.16858, section 4; EAGLE.md section 4); `tree.rerank` cuts it.
 
-`grow` asks any drafter for children, level by level, and a policy for what ranks them; `rerank` keeps the best
-candidates of all levels. Both have fixed budgets: what is not in use scores -inf and carries NO_TOKEN.
+`grow` asks any drafter for children, level by level, and a policy for what ranks them. Its budget is fixed: what is not
+in use scores -inf and carries NO_TOKEN.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.draft import Outlook
 from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 
 class Children(NamedTuple):
@@ -19,15 +21,6 @@ class Children(NamedTuple):
 
   token: jax.Array  # [B, W, C] i32, target ids
   log_p: jax.Array  # [B, W, C] f32, the drafter's log-probability given the path, nats
-
-
-class Candidates(NamedTuple):
-  """One row's nodes as grown, the root first, then level by level."""
-
-  token: jax.Array  # [A] i32, NO_TOKEN where unused
-  parent: jax.Array  # [A] i32, candidate number; NO_PARENT at the root
-  log_q: jax.Array  # [A] f32, log-probability of the path; -inf where unused
-  score: jax.Array  # [A] f32, what ranks; never above the parent's
 
 
 class Frontier(NamedTuple):
@@ -63,17 +56,18 @@ def expand(
   return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, best_W // fanout)
 
 
-def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy) -> tuple[Candidates, Any]:
-  """Grows every row's candidate tree to the policy's depth.
+def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:
+  """Grows every row's candidate tree to the policy's depth, or for as long as a level is worth its time.
 
   Args:
     step: (carry, frontier, depth, fanout) -> (Children, carry): a drafter runs its network on the frontier's nodes.
     carry: the drafter's own state.
     root_B: [B] i32, the newest token of each row.
     policy: static.
+    outlook: says which levels are worth their time; what is left out has unused nodes.
 
   Returns:
-    `Candidates` of A = 1 + sum(widths * fanouts) nodes a row, and the last carry.
+    `Candidates` of A = 1 + sum(widths * fanouts) nodes a row.
   """
   zero_B1 = jnp.zeros((root_B.shape[0], 1), jnp.int32)
   log_q_B1 = jnp.zeros(zero_B1.shape, jnp.float32)
@@ -81,23 +75,26 @@ def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy) -> t
   frontier = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
   first = 1
   for depth, fanout in enumerate(policy.fanouts):
-    children, carry = step(carry, frontier, depth, fanout)
+    run = functools.partial(_level, step, depth, fanout)
+    is_worth: Any = True if depth == 0 else outlook.is_level_worth(depth, frontier.log_q)
+    children, carry = run(carry, frontier) if is_worth is True else _perhaps(is_worth, run, carry, frontier)
     width = policy.widths[depth + 1] if depth + 1 < policy.max_depth else 0
     expand_rows = jax.vmap(lambda f, c: expand(f, c, policy=policy, depth=depth, first=first, width=width))  # noqa: B023
     level, frontier = expand_rows(frontier, children)
     levels.append(level)
     first += policy.widths[depth] * fanout
-  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *levels), carry
+  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *levels)
 
 
-def rerank(candidates: Candidates, *, num_nodes: int) -> DraftTree:
-  """Keeps one row's `num_nodes` best candidates (the root always) in their order, and renumbers their parents.
+def _level(step: Callable, depth: int, fanout: int, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
+  return step(carry, frontier, depth, fanout)
 
-  Always a tree: no child outscores its parent, and top_k breaks ties toward the lower number, where parents live.
-  """
-  _, kept_T = jax.lax.top_k(candidates.score, num_nodes)
-  kept_T = jnp.sort(kept_T)
-  token_T = candidates.token[kept_T]
-  parent_T = (kept_T[None, :] < candidates.parent[kept_T][:, None]).sum(axis=1, dtype=jnp.int32)
-  parent_T = jnp.where(token_T == NO_TOKEN, 0, parent_T)  # the parent of an unused node may not have been kept
-  return DraftTree(token_T, parent_T.at[0].set(NO_PARENT), candidates.log_q[kept_T])
+
+def _perhaps(is_worth: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
+  """The level, or children that are all unused. A drafter only reads its cache, so nothing is copied for the branch."""
+
+  def skip(carry, frontier):
+    children, carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, carry, frontier))
+    return children._replace(log_p=jnp.full_like(children.log_p, -jnp.inf)), carry
+
+  return jax.lax.cond(is_worth, run, skip, carry, frontier)

@@ -5,10 +5,12 @@ Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is ed
 
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+from eagle_jax.draft.economy import best_size, is_level_worth
 
 # EAGLE-1's tree, as paths of sibling ranks: 25 drafted nodes (EAGLE.md section 5; the reference's `mc_sim_7b_63`).
 EAGLE1_PATHS = (
@@ -39,11 +41,40 @@ class TreePolicy(Protocol):
     """Children that each frontier node offers, by depth."""
     ...
 
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Numbers of nodes that a target pass may be compiled for, ascending; the last is `num_nodes`."""
+    ...
+
   def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
     """[W, C] f32: what ranks the children of the frontier at `depth`. No child may outscore its parent."""
     ...
 
+  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int) -> Any:
+    """Should the frontier at `depth` be expanded? [] bool, or True for a policy that always does."""
+    ...
+
+  def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
+    """[] i32, an index into `sizes`; asked only where there are several."""
+    ...
+
   def describe(self) -> str: ...
+
+
+class Fixed:
+  """A policy that does the same at every step."""
+
+  num_nodes: Any
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    return (self.num_nodes,)
+
+  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int) -> Any:
+    return True
+
+  def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
+    raise AssertionError('There is one size.')
 
 
 def _require_at_least_one(policy, *names: str) -> None:
@@ -53,7 +84,7 @@ def _require_at_least_one(policy, *names: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class Plain(Fixed):
   """Nothing drafted: the policy of plain decoding."""
 
   max_depth = 0
@@ -69,7 +100,7 @@ class Plain:
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicTree:
+class DynamicTree(Fixed):
   """EAGLE-2: grow where the drafter's path probability is high, then keep the best nodes of all (arXiv:2406.16858).
 
   Attributes:
@@ -113,7 +144,37 @@ class DynamicTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class Adaptive(DynamicTree):
+  """A dynamic tree that weighs costs at every step: how deep to draft, and how many nodes to verify.
+
+  Attributes:
+    smaller: sizes that a target pass may have instead of `num_nodes`, root included, ascending; 1 verifies no draft.
+  """
+
+  smaller: tuple[int, ...] = (1,)
+
+  def __post_init__(self):
+    super().__post_init__()
+    object.__setattr__(self, 'smaller', tuple(int(size) for size in self.smaller))
+    if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
+      raise ValueError(f'Adaptive: sizes {self.sizes} came; needed are ascending ones, at least 1, num_nodes the last.')
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    return (*self.smaller, self.num_nodes)
+
+  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int) -> Any:
+    return is_level_worth(economy, log_q_BW, is_live_B, depth=depth)
+
+  def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
+    return best_size(economy, log_q_BA, is_live_B, sizes=self.sizes)
+
+  def describe(self) -> str:
+    return super().describe().replace('dynamic', 'adaptive')
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Fixed):
   """The drafter's likeliest token, `max_depth` times over."""
 
   max_depth: int = 4
@@ -141,7 +202,7 @@ class Chain:
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticTree:
+class StaticTree(Fixed):
   """A tree fixed beforehand, as EAGLE-1 and Medusa use: each node a path of sibling ranks (0 is the likeliest)."""
 
   paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS

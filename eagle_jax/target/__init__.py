@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
-from eagle_jax.cache import KVCache
+from eagle_jax.cache import KVCache, NewRows
 
 
 class TargetNetwork(Protocol):
@@ -19,11 +19,14 @@ class TargetNetwork(Protocol):
     ...
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
-    """An empty cache."""
+    """An empty cache; `num_slots` may be 0."""
     ...
 
-  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Any, KVCache]:
-    """Taps ([..., B, T] arrays) of T new rows, written past each row's length; see `Transformer.forward`."""
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Any, NewRows]:
+    """Taps ([..., B, T] arrays) of T rows behind the committed ones, and what may be appended to the cache.
+
+    See `Transformer.forward`.
+    """
     ...
 
   def logits(self, params, taps: Any) -> jax.Array:

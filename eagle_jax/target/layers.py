@@ -121,28 +121,57 @@ def mixed(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
   return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=_precision(values_BGSK.dtype))
 
 
-def attend(q_BGJTK: jax.Array, keys_BGSK: jax.Array, values_BGSK: jax.Array, visible_BTS: jax.Array) -> jax.Array:
-  """Grouped-query attention of T new rows over all slots, [B, G, J, T, K]; scores and softmax in float32.
-
-  Args:
-    q_BGJTK: queries, J of them a key-value head.
-    keys_BGSK, values_BGSK: one layer of the cache, the new rows written already.
-    visible_BTS: bool, see `cache.visible`.
-  """
-  score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, keys_BGSK), HIDDEN)
-  return mixed(jax.nn.softmax(score_BGJTS), values_BGSK)
-
-
 # What attention looks at: (queries [B, G, J, T, K], new keys and values [B, G, T, K]) -> (mixed values, memory).
 Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
-def over_cache(keys_BGSK: jax.Array, values_BGSK: jax.Array, visible_BTS: jax.Array, start_B: jax.Array) -> Mix:
-  """Writes the new rows at each row's `start`, then attends to what is visible. Memory: the keys and values so far."""
+def over_cache(
+  keys_BGSK: jax.Array,
+  values_BGSK: jax.Array,
+  length_B: jax.Array,
+  mask_BTM: jax.Array,
+  earlier: tuple[jax.Array, jax.Array] | None = None,
+) -> Mix:
+  """Grouped-query attention of T rows to the committed ones, and to new ones beside the cache; softmax in float32.
+
+  Memory: keys and values [B, G, M, K] of the M new rows so far.
+
+  Args:
+    keys_BGSK, values_BGSK: one layer of the cache, read only.
+    length_B: [B] i32, committed rows; all T rows see them.
+    mask_BTM: bool, who sees whom among the new rows: the earlier ones, then the T rows themselves.
+    earlier: memory of passes that were not committed; None for none.
+  """
+  num_slots = keys_BGSK.shape[2]
+  is_committed_BS = jnp.arange(num_slots)[None] < length_B[:, None]
 
   def mix(q_BGJTK, k_BGTK, v_BGTK):
-    keys, values = kv_cache.write(keys_BGSK, k_BGTK, start_B), kv_cache.write(values_BGSK, v_BGTK, start_B)
-    return attend(q_BGJTK, keys, values, visible_BTS), (keys, values)
+    k_BGMK, v_BGMK = k_BGTK, v_BGTK
+    if earlier is not None:
+      k_BGMK, v_BGMK = jnp.concatenate([earlier[0], k_BGTK], axis=2), jnp.concatenate([earlier[1], v_BGTK], axis=2)
+    score_BGJTS = jnp.where(is_committed_BS[:, None, None, None], scores(q_BGJTK, keys_BGSK), HIDDEN)
+    score_BGJTM = jnp.where(mask_BTM[:, None, None], scores(q_BGJTK, k_BGMK), HIDDEN)
+    weight = jax.nn.softmax(jnp.concatenate([score_BGJTS, score_BGJTM], axis=-1))
+    out_BGJTK = mixed(weight[..., :num_slots], values_BGSK) + mixed(weight[..., num_slots:], v_BGMK)
+    return out_BGJTK, (k_BGMK, v_BGMK)
+
+  return mix
+
+
+def appending(keys_BGSK: jax.Array, values_BGSK: jax.Array, length_B: jax.Array) -> Mix:
+  """Attention of a text's next T rows, written behind the committed ones first: each sees all up to itself.
+
+  Memory: keys and values [B, G, S, K] with the rows in them. A row's own attention would otherwise read the cache after
+  its key is known, and XLA would copy the cache to write that key.
+  """
+  num_slots = keys_BGSK.shape[2]
+
+  def mix(q_BGJTK, k_BGTK, v_BGTK):
+    keys, values = kv_cache.write(keys_BGSK, k_BGTK, length_B), kv_cache.write(values_BGSK, v_BGTK, length_B)
+    position_BT = length_B[:, None] + jnp.arange(q_BGJTK.shape[3])[None]
+    visible_BTS = jnp.arange(num_slots).reshape(1, 1, -1) <= position_BT[..., None]
+    score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, keys), HIDDEN)
+    return mixed(jax.nn.softmax(score_BGJTS), values), (keys, values)
 
   return mix
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache
+from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import TargetConfig
 from eagle_jax.target.layers import DecoderLayer, Embedding, RMSNorm, head_logits, over_cache
 
@@ -34,7 +34,7 @@ class Taps(NamedTuple):
 
 
 class Transformer(nn.Module):
-  """Llama-kind decoder. `forward` runs T new rows past the cache's length; `logits` is the head, apart from it."""
+  """Llama-kind decoder. `forward` runs T new rows behind the committed ones; `logits` is the head, apart from it."""
 
   config: TargetConfig
   dtype: Any = jnp.float32
@@ -47,23 +47,21 @@ class Transformer(nn.Module):
     if not c.tied_head:
       self.head = Embedding(c.vocab_size, c.width, self.dtype)
 
-  def forward(self, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
-    """Writes T rows past each row's length, which stays, and attends: to the prefix, and among themselves by the mask.
+  def forward(self, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewRows]:
+    """T rows attend to the committed ones, and among themselves by the mask. The cache is only read.
 
     Args:
       token_BT, position_BT: [B, T] i32.
-      mask_BTT: [B, T, T] bool; see `cache.visible`.
-      cache: has room for T rows past every length.
+      mask_BTT: [B, T, T] bool, [i, j] is True where row i sees row j.
+      cache: of the committed rows.
     """
-    visible_BTS = kv_cache.visible(cache.length, mask_BTT, num_slots=cache.num_slots)
     x_DR = self.embed(token_BT.reshape(-1))
     layers = []
     for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
-      x_DR, kv = layer(x_DR, position_BT, over_cache(keys_BGSK, values_BGSK, visible_BTS, cache.length))
-      layers.append(kv)
-    keys, values = zip(*layers, strict=True)
+      x_DR, kv_BGTK = layer(x_DR, position_BT, over_cache(keys_BGSK, values_BGSK, cache.length, mask_BTT))
+      layers.append(kv_BGTK)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
-    return Taps(feature_DBT), KVCache(keys, values, cache.length)
+    return Taps(feature_DBT), NewRows(*zip(*layers, strict=True))
 
   def logits(self, taps: Taps) -> jax.Array:
     """[V, B, T] f32, next-token logits of normed features."""
@@ -76,7 +74,7 @@ class Transformer(nn.Module):
     batch, length = token_BL.shape
     position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
     causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
-    cache = TransformerTarget(self.config, self.dtype).init_cache(batch, length)
+    cache = TransformerTarget(self.config, self.dtype).init_cache(batch, 0)
     return self.forward(token_BL, position_BL, causal_BLL, cache)[0]
 
   def score(self, token_BL: jax.Array) -> jax.Array:
@@ -115,7 +113,7 @@ class TransformerTarget:
     token_BL = jnp.zeros((1, 1), jnp.int32)
     return Transformer(self.config, self.dtype).init(key, token_BL, method='score')['params']
 
-  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, KVCache]:
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewRows]:
     return self._apply(params, token_BT, position_BT, mask_BTT, cache, method='forward')
 
   def read(self, params, token_BL) -> Taps:

@@ -1,5 +1,6 @@
 """Training a drafter from the target's own answers: a loop that can be killed at any moment and goes on as if not."""
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,18 +85,7 @@ def train(
       first=first,
     )
     traced = with_features(target, held_out[:num_traced])
-
-    def held_out_metrics(params) -> dict[str, float]:
-      metrics = evaluate_all(params, frozen, held_out, mesh, **static)
-      if traced:
-        drafter = Drafter(config, params | vocabulary)
-        metrics['tree_tau'] = trace(target, drafter, traced, policy=DynamicTree(), num_rows=TRACED_ROWS).tau
-      return metrics
-
-    def export(params, step: int, metrics: Mapping[str, float]) -> None:
-      own = {**(provenance or {}), 'step': step, 'held_out': dict(metrics)}
-      save_drafter(Drafter(config, params | vocabulary), folder / 'drafter', own, dtype='bfloat16')
-
+    outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     meter = Meter(config, recipe, frozen, first=first, progress=progress)
     with (
       metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
@@ -109,14 +99,36 @@ def train(
         if step % report_every and step < recipe.num_steps:
           continue
         log_train(step, {**_floats(train_metrics), **meter.rates()})
-        metrics = held_out_metrics(state.params)
+        metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
+        if traced:
+          drafter = outcome.drafter(state.params)
+          metrics['tree_tau'] = trace(target, drafter, traced, policy=DynamicTree(), num_rows=TRACED_ROWS).tau
         log_held_out(step, metrics)
         meter.show(metrics)
         if checkpoints.save(state, metrics):
-          export(state.params, step, metrics)
+          outcome.save(state, metrics)
     best, metrics = checkpoints.restore_best(state)
-    export(best.params, int(best.step), metrics)  # again: a run killed between checkpoint and export has an older one
+    outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """The drafter that a state of training stands for, and where it goes."""
+
+  config: DrafterConfig
+  vocabulary: dict[str, jax.Array]  # see `borrow`
+  folder: Path
+  provenance: Mapping[str, Any]
+
+  def drafter(self, params: dict[str, Any]) -> Drafter:
+    """With the draft vocabulary, if there is one."""
+    return Drafter(self.config, params | self.vocabulary)
+
+  def save(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+    """As bfloat16, with its metrics among the provenance."""
+    provenance = {**self.provenance, 'step': int(state.step), 'held_out': dict(metrics)}
+    save_drafter(self.drafter(state.params), self.folder, provenance, dtype='bfloat16')
 
 
 def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -> tuple[Frozen, dict[str, jax.Array]]:

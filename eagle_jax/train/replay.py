@@ -2,27 +2,28 @@
 
 A drafted node is accepted iff its path equals the text that follows, be that text the target's greedy choice or a
 sample. So a network that recites the text, with the features recorded beside it, stands in for the target in the very
-decode loop that users run, at temperature 0.
+decode loop that users run. The drafter sees the noise that the text was drawn with.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.cache import KVCache
+from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.decode import build
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.loop import decode_loop, result
+from eagle_jax.loop import cycle, decode_loop, result
 from eagle_jax.prefill import pad_prompts, prepare, run_prefill
 from eagle_jax.sampling import Sampling
-from eagle_jax.state import Params, Spec
+from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target
 from eagle_jax.train.shards import Example
+from eagle_jax.tree import NO_TOKEN, DraftTree
 
 
 class Text(NamedTuple):
@@ -41,7 +42,7 @@ class ReplayTaps(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-  """A `target.TargetNetwork` that looks at positions alone and says what was said there; decode at temperature 0.
+  """A `target.TargetNetwork` that looks at positions alone and says what was said there.
 
   At a node that is not on the text's own path this is no target's choice; but the walk of `verify` reaches none.
   """
@@ -53,14 +54,15 @@ class Replay:
     """No layers: only the lengths."""
     return KVCache((), (), jnp.zeros(batch, jnp.int32))
 
-  def forward(self, params: Text, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[ReplayTaps, KVCache]:
+  def forward(self, params: Text, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[ReplayTaps, NewRows]:
     feature_BTD = jnp.take_along_axis(params.feature, position_BT[..., None], axis=1, mode='clip')
     next_BT = jnp.take_along_axis(params.token, position_BT + 1, axis=1, mode='clip')
-    return ReplayTaps(feature_BTD.transpose(2, 0, 1), next_BT[None]), cache
+    return ReplayTaps(feature_BTD.transpose(2, 0, 1), next_BT[None]), NewRows((), ())
 
   def logits(self, params: Text, taps: ReplayTaps) -> jax.Array:
-    """[V, B, T] f32: 1 at the next token, 0 elsewhere."""
-    return jax.nn.one_hot(taps.next_token[0], self.vocab_size, axis=0, dtype=jnp.float32)
+    """[V, B, T] f32: 0 at the next token, -inf elsewhere. It is certain, whatever noise is added."""
+    is_next_VBT = jax.nn.one_hot(taps.next_token[0], self.vocab_size, axis=0, dtype=bool)
+    return jnp.where(is_next_VBT, 0.0, -jnp.inf)
 
 
 class Recorded(NamedTuple):
@@ -69,6 +71,7 @@ class Recorded(NamedTuple):
   token: np.ndarray  # [n + 1] i32, prompt and answer
   feature: np.ndarray  # [n, D]
   num_prompt: int  # tokens before the answer
+  example: Example  # says how it was drawn
 
   @property
   def num_new(self) -> int:
@@ -89,7 +92,7 @@ def first_answer(example: Example) -> Recorded:
       'Leave it out of the evaluation.'
     )
   end = num_prompt + int(np.argmin(np.append(example.is_answer[num_prompt:], False)))
-  return Recorded(example.token[:end], example.feature[: end - 1], num_prompt)
+  return Recorded(example.token[:end], example.feature[: end - 1], num_prompt, example)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,40 +153,114 @@ def trace(
   Raises:
     ValueError: no example came, one has no answer after a prompt, or drafter or policy do not fit; see `build`.
   """
+  num_accepted: list[list[int]] = [[] for _ in examples]
+  for batch in _batches(target, drafter, examples, policy=policy, num_rows=num_rows):
+    _, _, num_accepted_BN = result(decode_loop(batch.params, batch.state, spec=batch.spec))
+    for number, row in zip(batch.numbers, np.asarray(num_accepted_BN), strict=False):
+      num_accepted[number] = row[row >= 0].tolist()
+  return Traced(num_accepted, [first_answer(example).num_new for example in examples], policy)
+
+
+class Nodes(NamedTuple):
+  """Every node that was drafted, the roots apart, in all passes of all examples; n in all."""
+
+  log_q: np.ndarray  # [n] f32, the drafter's log-probability of the path, nats
+  log_p: np.ndarray  # [n] f32, given the parent
+  depth: np.ndarray  # [n] i32, edges from the root
+  rank: np.ndarray  # [n] i32, among its siblings by `log_q`, 0 for the likeliest
+  is_tried: np.ndarray  # [n] bool: its parent was accepted, or is the root
+  is_accepted: np.ndarray  # [n] bool: its path is what the text says
+
+
+def observe(
+  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int
+) -> Nodes:
+  """What becomes of each drafted node; those beyond an answer's end are left out. See `trace` for the arguments."""
+  seen: list[Nodes] = []
+  for batch in _batches(target, drafter, examples, policy=policy, num_rows=num_rows):
+    state = batch.state
+    room_B = np.asarray([first_answer(examples[number]).num_new for number in batch.numbers])
+    while not bool(state.is_done.all()):
+      num_tokens_B = np.asarray(state.num_tokens)
+      state, checked = _observed(batch.params, state, spec=batch.spec)
+      tree, path_BP = jax.device_get((checked.tree, checked.verdict.path))
+      for b, room in enumerate(room_B - num_tokens_B[: len(room_B)]):
+        if room > 0:
+          row = DraftTree(*(x[b] for x in tree))
+          seen.append(_nodes(row, path_BP[b], max_depth=min(int(room), policy.max_depth)))
+  return Nodes(*(np.concatenate(x) for x in zip(*seen, strict=True)))
+
+
+_observed = jax.jit(cycle, static_argnames='spec', donate_argnames='state')
+
+
+def _nodes(tree: DraftTree, path_P: np.ndarray, *, max_depth: int) -> Nodes:
+  """The used nodes of one tree, down to a depth."""
+  depth_T = np.zeros(len(tree.token), np.int32)
+  rank_T = np.zeros(len(tree.token), np.int32)
+  for node in range(1, len(tree.token)):  # parents come first
+    depth_T[node] = depth_T[tree.parent[node]] + 1
+    is_sibling_T = (tree.parent == tree.parent[node]) & (tree.token != NO_TOKEN)
+    rank_T[node] = (tree.log_q[is_sibling_T] > tree.log_q[node]).sum()
+  is_counted_T = (tree.token != NO_TOKEN) & (depth_T > 0) & (depth_T <= max_depth)
+  is_accepted_T = np.isin(np.arange(len(tree.token)), path_P)
+  log_p_T, is_tried_T = tree.log_q - tree.log_q[tree.parent], is_accepted_T[tree.parent]
+  fields: Any = tree.log_q, log_p_T, depth_T, rank_T, is_tried_T, is_accepted_T
+  return Nodes(*(x_T[is_counted_T] for x_T in fields))
+
+
+class _Batch(NamedTuple):
+  """Examples ready to be decoded together."""
+
+  numbers: list[int]  # of the examples, by row; rows beyond them are idle
+  params: Params
+  state: DecodeState
+  spec: Spec
+
+
+def _batches(
+  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int
+) -> Iterator[_Batch]:
   if not examples:
     raise ValueError('No example came; tracing needs one or more.')
   params, spec = build(target, drafter, policy=policy)
   spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size))
   answers = [first_answer(example) for example in examples]
-  num_accepted: list[list[int]] = [[] for _ in answers]
   order = sorted(range(len(answers)), key=lambda number: answers[number].num_new)  # so rows of a batch end together
   max_prompt, max_new = max(a.num_prompt for a in answers), max(a.num_new for a in answers)
   for start in range(0, len(order), num_rows):
     numbers = order[start : start + num_rows]
     chosen = [answers[number] for number in numbers]
-    rows = _decode(params, spec, chosen, num_rows=num_rows, max_prompt=max_prompt, max_new=max_new)
-    for number, row in zip(numbers, rows, strict=True):
-      num_accepted[number] = row
-  return Traced(num_accepted, [answer.num_new for answer in answers], policy)
+    yield _Batch(
+      numbers, *_begin(params, spec, chosen, num_rows=num_rows, max_prompt=max_prompt, max_new=max_new), spec
+    )
 
 
-def _decode(
+def _begin(
   params: Params, spec: Spec, answers: Sequence[Recorded], *, num_rows: int, max_prompt: int, max_new: int
-) -> list[list[int]]:
-  """One batch: `num_accepted` of each answer. Rows left over recite the first answer, and end at once."""
+) -> tuple[Params, DecodeState]:
+  """Parameters and first state of one batch. Rows left over recite the first answer, and end at once."""
   num_idle = num_rows - len(answers)
   rows = [*answers, *[answers[0]] * num_idle]
   # The limit of a row is its own answer's length. It cuts whatever is accepted past the end, as an EOS inside a path or
   # `max_new_tokens` cut it when the answer was made: so what `Replay` says there never counts.
   limit_B = np.asarray([answer.num_new for answer in answers] + [1] * num_idle, np.int32)
   prompt_BL, length_B = pad_prompts([row.token[: row.num_prompt].tolist() for row in rows], max_prompt)
+  drawn = [row.example for row in rows]
+  temperature_B = jnp.asarray([example.temperature for example in drawn], jnp.float32)
+  seed_B = jnp.asarray([example.seed for example in drawn], jnp.int32)
   (_, *request, limits), static = prepare(
-    params, prompt_BL, length_B, spec=spec, max_new_tokens=max_new, sampling=Sampling.of(), row_ids=None, eos_ids=None
+    params,
+    prompt_BL,
+    length_B,
+    spec=spec,
+    max_new_tokens=max_new,
+    sampling=Sampling.of()._replace(temperature=temperature_B, seed=seed_B),
+    row_ids=[example.id for example in drawn],
+    eos_ids=None,
   )
   params = params._replace(target=jax.device_put(_text(rows, max_prompt + max_new)))
-  state = run_prefill(params, *request, limits._replace(max_new_tokens=limit_B), **static)
-  _, _, num_accepted_BN = result(decode_loop(params, state, spec=spec))
-  return [row[row >= 0].tolist() for row in np.asarray(num_accepted_BN)[: len(answers)]]
+  return params, run_prefill(params, *request, limits._replace(max_new_tokens=limit_B), **static)
 
 
 def _text(rows: Sequence[Recorded], max_tokens: int) -> Text:

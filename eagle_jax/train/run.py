@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.hub import load_drafter, load_target
 from eagle_jax.sharding import param_shardings, using
-from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
@@ -66,42 +66,27 @@ def run(
     raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
   config = {**config, **(config['VARIANTS'][variant] if variant else {})}
   target = load_target(config['TARGET'], mesh=mesh)
-  examples: list[Example] = []
-  held_out: list[Example] = []
-  not_used: dict[str, dict[str, int]] = {}
-  prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
-  for name, data in config['DATA'].items():
-    folder, refused = out / 'shards' / name, collections.Counter[str]()
-    settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
-    _require_same(
-      folder / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)}
-    )
-    source = read_conversations(prompts, refused) if prompts else make_conversations(target, folder, data, refused)
-    paths = tqdm(make_shards(target, source, folder, data, refused), total=data.num_shards, desc=f'shards: {name}')
-    own = [example for path in paths for example in read_shard(path)]
-    num_held_out = max(1, min(MAX_HELD_OUT, len(own) // 10))
-    examples, held_out = examples + own[:-num_held_out], held_out + own[-num_held_out:]
-    not_used[name] = dict(refused)
-  log.warning('Conversations refused or ended early, by reason: %s', json.dumps(not_used))
+  data = _gather(target, config, out / 'shards', prompts)
+  log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
   provenance = {
     'command': command,
     'commit': _commit(),
     'target': config['TARGET'],
-    'prompts_sha256': prompts_hash,
-    'data': {name: repr(data) for name, data in config['DATA'].items()},
+    'prompts_sha256': _hash(prompts),
+    'data': {name: repr(kind) for name, kind in config['DATA'].items()},
     'recipe': repr(config['RECIPE']),
     'initial': initial,
-    'num_examples': len(examples),
-    'num_answer_tokens': int(sum(example.is_answer.sum() for example in examples)),
-    'not_used': not_used,
+    'num_examples': len(data.examples),
+    'num_answer_tokens': int(sum(example.is_answer.sum() for example in data.examples)),
+    'not_used': data.not_used,
     'device': jax.devices()[0].device_kind,
     'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'flax', 'optax', 'orbax-checkpoint')},
   }
   return train(
     target,
     config['DRAFTER'],
-    examples,
-    held_out,
+    data.examples,
+    data.held_out,
     config['RECIPE'],
     out / variant if variant else out,
     initial=load_drafter(initial, target) if initial else None,
@@ -110,6 +95,37 @@ def run(
     num_traced=config.get('NUM_TRACED', 16),
     progress=True,
   )
+
+
+class _Gathered(NamedTuple):
+  """All kinds of data of a configuration."""
+
+  examples: list[Example]
+  held_out: list[Example]  # the last few of each kind
+  not_used: dict[str, dict[str, int]]  # conversations refused or ended early, by kind and reason
+
+
+def _gather(target: Target, config: Mapping[str, Any], folder: Path, prompts: str | None) -> _Gathered:
+  """Makes the shards that are missing, a folder each kind, and reads them all."""
+  gathered = _Gathered([], [], {})
+  for name, data in config['DATA'].items():
+    own, refused = folder / name, collections.Counter[str]()
+    settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
+    _require_same(
+      own / 'settings.json', {'target': config['TARGET'], 'prompts': _hash(prompts), 'data': repr(settings)}
+    )
+    source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
+    paths = tqdm(make_shards(target, source, own, data, refused), total=data.num_shards, desc=f'shards: {name}')
+    examples = [example for path in paths for example in read_shard(path)]
+    num_held_out = max(1, min(MAX_HELD_OUT, len(examples) // 10))
+    gathered.examples.extend(examples[:-num_held_out])
+    gathered.held_out.extend(examples[-num_held_out:])
+    gathered.not_used[name] = dict(refused)
+  return gathered
+
+
+def _hash(prompts: str | None) -> str | None:
+  return hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
 
 
 def _require_same(path: Path, settings: dict[str, Any]) -> None:

@@ -33,10 +33,12 @@ _TRIES = 4  # of self-synthesis, for each conversation that is needed
 class Example(NamedTuple):
   """A conversation with its answers. The newest token has no feature: no pass saw it."""
 
-  id: int
+  id: int  # with `seed`, keys the noise of its answers
   token: np.ndarray  # [n + 1] i32
   is_answer: np.ndarray  # [n + 1] bool, what the assistant said itself, its EOS included
   feature: np.ndarray  # [n, D] bf16, last hidden state after the final norm; [n, 0] where they are not stored
+  temperature: float = 0.0  # that its answers were drawn at
+  seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,8 @@ def write_shard(path: Path, examples: Sequence[Example]) -> None:
     'token': np.concatenate([example.token for example in examples]),
     'is_answer': np.concatenate([example.is_answer for example in examples]),
     'feature': np.concatenate([example.feature for example in examples]),
+    'temperature': np.asarray([example.temperature for example in examples], np.float32),
+    'seed': np.asarray([example.seed for example in examples], np.int32),
   }
   write_safetensors(path, tensors)
 
@@ -91,7 +95,8 @@ def read_shard(path: Path) -> list[Example]:
   ends = np.cumsum(shard['num_tokens'])
   by_token = (np.split(shard[name], ends[:-1]) for name in ('token', 'is_answer'))
   feature = np.split(shard['feature'], (ends - np.arange(1, len(ends) + 1))[:-1])
-  return [Example(*fields) for fields in zip(shard['id'].tolist(), *by_token, feature, strict=True)]
+  temperature, seed = shard['temperature'].tolist(), shard['seed'].tolist()
+  return [Example(*fields) for fields in zip(shard['id'].tolist(), *by_token, feature, temperature, seed, strict=True)]
 
 
 def make_shards(
@@ -233,7 +238,8 @@ def _converse(
     for answer in answerer.answer(requests):
       number = answer.request.id
       script = asked[number].answered(answer.token.tolist())
-      finished[number] = _example(number, script, answer.feature)
+      example = _example(number, script, answer.feature)
+      finished[number] = example._replace(temperature=temperatures[number], seed=data.seed)
       if script.later:
         with counting(refused):
           following = script.next_turn(target.tokenizer, target.config.eos_ids, max_prompt=data.max_prompt)

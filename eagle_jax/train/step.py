@@ -86,7 +86,7 @@ def target_features(frozen: Frozen, packed: Packed, target: TransformerTarget | 
   """[D, B, L]: the stored features, or those of a pass of `target` over the packed texts."""
   if target is None:
     return packed.feature.transpose(2, 0, 1)
-  cache, mask_BLL = target.init_cache(*packed.token.shape), earlier(packed.sequence)
+  cache, mask_BLL = target.init_cache(packed.token.shape[0], 0), earlier(packed.sequence)
   return target.forward(frozen.target, packed.token, packed.position, mask_BLL, cache)[0].feature
 
 

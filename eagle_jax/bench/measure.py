@@ -1,0 +1,164 @@
+"""Plain and speculative decoding of the same questions, turn about, each answer written down as soon as it is there."""
+
+import dataclasses
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.bench.questions import Question
+from eagle_jax.decode import Generation, generate
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.sampling import Sampling, keep, perturbation
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.weights.files import replacing
+
+NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
+
+
+class Timed(NamedTuple):
+  """One answer, and how long it took, compiling apart."""
+
+  tokens: list[int]
+  num_accepted: list[int]  # by target pass; see `decode.Generation`
+  prefill_s: float
+  decode_s: float
+
+  @classmethod
+  def of(cls, generation: Generation) -> 'Timed':
+    seconds = generation.stats['prefill_s'], generation.stats['decode_s']
+    return cls(generation.tokens[0], generation.num_accepted[0], *seconds)
+
+
+class Answered(NamedTuple):
+  """A turn of a question, answered both ways."""
+
+  task: str
+  question_id: str
+  turn: int
+  temperature: float
+  repeat: int
+  row_id: int  # keys the noise
+  prompt: list[int]  # tokens, earlier turns included
+  plain: Timed
+  spec: Timed
+  gap: float | None  # where the texts part, between plain decoding's two best perturbed logits; None: they are equal
+
+  @classmethod
+  def parse(cls, line: str) -> 'Answered':
+    fields = json.loads(line)
+    return cls(**{**fields, 'plain': Timed(**fields['plain']), 'spec': Timed(**fields['spec'])})
+
+  def line(self) -> str:
+    return json.dumps({**self._asdict(), 'plain': self.plain._asdict(), 'spec': self.spec._asdict()}) + '\n'
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+  """A pair, and how it is asked."""
+
+  target: Target
+  drafter: Drafter | None
+  policy: str | TreePolicy
+  options: Mapping[str, Any]  # keywords of `decode.generate`; no temperature
+  num_repeats: int = 1  # times that each answer is timed
+
+  def measure(
+    self, questions: Sequence[Question], temperatures: Sequence[float], log: Path, settings: Mapping[str, Any]
+  ) -> Iterator[Answered]:
+    """Answers every turn plainly and speculatively, and yields both; batch 1.
+
+    The two take turns in going first. A program that has just been compiled runs once before it is timed. Later turns
+    follow plain decoding's answers. Answers that the log holds already are not made again.
+
+    Args:
+      questions: of any tasks. Without a chat template, only their first turns are asked.
+      temperatures: all questions are asked at each.
+      log: JSON Lines, an `Answered` each, behind a line of `settings`.
+      settings: what the answers depend on; another run's log is not gone on with.
+
+    Raises:
+      ValueError: the log is of other settings.
+    """
+    known = _read_log(log, settings)
+    with open(log, 'a', encoding='utf-8') as file:
+      for temperature, question in itertools.product(temperatures, questions):
+        for key, answer in self._ask(question, temperature, known):
+          if key not in known:
+            file.write(answer.line())
+            file.flush()
+          yield answer
+
+  def _ask(
+    self, question: Question, temperature: float, known: Mapping[tuple, Answered]
+  ) -> Iterator[tuple[tuple, Answered]]:
+    """The answers to every turn, as often as each is timed, with their keys in the log."""
+    tokenizer, messages = self.target.tokenizer, []
+    for turn, text in enumerate(question.turns if tokenizer.has_chat_template else question.turns[:1]):
+      messages.append({'role': 'user', 'content': text})
+      prompt = tokenizer.encode_chat(messages) if tokenizer.has_chat_template else tokenizer.encode_prompt(text)
+      for repeat in range(self.num_repeats):
+        key = question.task, question.id, turn, temperature, repeat
+        answer = known[key] if key in known else self._answer(key, prompt, question.row_id)
+        yield key, answer
+      messages.append({'role': 'assistant', 'content': tokenizer.decode(answer.plain.tokens)})
+
+  def _answer(self, key: tuple, prompt: list[int], row_id: int) -> Answered:
+    task, question_id, turn, temperature, repeat = key
+    is_plain_first = zlib.crc32(repr(key).encode()) % 2 == 0
+    order = ('plain', self.policy) if is_plain_first else (self.policy, 'plain')
+    timed = {policy: self._timed(prompt, row_id, temperature, policy) for policy in order}
+    plain, spec = timed['plain'], timed[self.policy]
+    how = {name: self.options[name] for name in ('top_k', 'top_p', 'seed') if name in self.options}
+    sampling = Sampling.of(temperature=temperature, **how)
+    gap = gap_where_they_part(self.target, prompt, plain.tokens, spec.tokens, sampling, row_id)
+    return Answered(task, question_id, turn, temperature, repeat, row_id, prompt, plain, spec, gap)
+
+  def _timed(self, prompt: list[int], row_id: int, temperature: float, policy: str | TreePolicy) -> Timed:
+    def decoded() -> Generation:
+      how = {**self.options, 'temperature': temperature, 'policy': policy, 'row_ids': [row_id]}
+      return generate(self.target, self.drafter, [prompt], **how)
+
+    generation = decoded()
+    return Timed.of(decoded() if generation.stats['compile_s'] else generation)
+
+
+def _read_log(path: Path, settings: Mapping[str, Any]) -> dict[tuple, Answered]:
+  """What a log holds, by question, turn, temperature and repeat. A line that was being written is cut off."""
+  if not path.exists():
+    with replacing(path) as temporary:
+      temporary.write_text(json.dumps(settings) + '\n', encoding='utf-8')
+  text = path.read_bytes()
+  os.truncate(path, text.rfind(b'\n') + 1)
+  first, *lines = text[: text.rfind(b'\n') + 1].decode().splitlines()
+  if (found := json.loads(first)) != (asked := json.loads(json.dumps(settings))):
+    raise ValueError(f'The log {path} is of a run with {found}, not {asked}. Choose another --out, or move it away.')
+  answered = map(Answered.parse, lines)
+  return {(a.task, a.question_id, a.turn, a.temperature, a.repeat): a for a in answered}
+
+
+def gap_where_they_part(
+  target: Target, prompt: Sequence[int], plain: Sequence[int], spec: Sequence[int], sampling: Sampling, row_id: int
+) -> float | None:
+  """How far plain decoding's two best perturbed logits lie apart where the other text parts from it; None if nowhere.
+
+  Below `NEAR_TIE` that is rounding, and above it a defect.
+  """
+  if list(plain) == list(spec):
+    return None
+  same = next((i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b), min(len(plain), len(spec)))
+  context = [*prompt, *plain[:same]]
+  network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
+  taps = network.read(target.params, jnp.asarray([context]))
+  logits_V = network.logits(target.params, taps)[:, 0, -1]
+  kept_V = jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf)
+  noise_V = perturbation(sampling, row_id, len(context), vocab_size=target.config.vocab_size)
+  best, second = jax.lax.top_k(kept_V + noise_V, 2)[0]
+  return float(best - second)

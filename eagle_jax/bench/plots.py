@@ -1,0 +1,55 @@
+"""Plots of a benchmark, as PNG files."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle_jax.weights.files import replacing
+
+
+def plot(report: Mapping[str, Any], folder: Path) -> list[Path]:
+  """Histogram of accepted lengths, acceptance by depth and by task, and calibration if the report has it.
+
+  Args:
+    report: from `summary.report`, perhaps with `calibration`.
+    folder: where the files go.
+
+  Returns:
+    Their paths.
+  """
+  pooled = report['details']['pooled']
+  with _figure(folder / 'accepted.png', 'drafted tokens accepted by a target pass', 'share of passes') as axes:
+    count = np.asarray(pooled['num_accepted'])
+    axes.bar(np.arange(len(count)), count / max(count.sum(), 1))
+  with _figure(folder / 'acceptance_by_depth.png', 'depth of the node', 'accepted, given its parent was') as axes:
+    for task, details in report['details'].items():
+      acceptance = np.asarray(details['acceptance'], float)
+      is_pooled = task == 'pooled'
+      axes.plot(np.arange(1, len(acceptance) + 1), acceptance, marker='o', lw=3 if is_pooled else 1, label=task)
+    axes.set_ylim(0, 1)
+    axes.legend()
+  paths = [folder / 'accepted.png', folder / 'acceptance_by_depth.png']
+  if calibration := report.get('calibration'):
+    paths.append(folder / 'calibration.png')
+    with _figure(paths[-1], "drafter's confidence", 'share accepted, given the parent was') as axes:
+      axes.plot([0, 1], [0, 1], color='0.7', lw=1)
+      confidence, acceptance = (np.asarray(calibration[name], float) for name in ('confidence', 'acceptance'))
+      axes.plot(confidence, acceptance, marker='o')
+      axes.set_title(f'expected calibration error {calibration["expected_error"]:.3f}')
+  return paths
+
+
+@contextmanager
+def _figure(path: Path, x: str, y: str) -> Iterator[Any]:
+  from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+  figure = Figure(figsize=(6, 4), layout='constrained')
+  axes = figure.subplots()
+  axes.set_xlabel(x)
+  axes.set_ylabel(y)
+  yield axes
+  with replacing(path) as temporary:
+    figure.savefig(temporary, format='png', dpi=120)

@@ -1,0 +1,147 @@
+"""What the answers of a benchmark say: acceptance, speed, and whether the texts are the same."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle_jax.bench.measure import NEAR_TIE, Answered, Timed
+from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.train.replay import Traced
+from eagle_jax.weights.files import replacing
+
+NGRAM = 4  # tokens; of the measure of repetition
+
+
+def summarise(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, float]:
+  """The six numbers of a task, or of several pooled.
+
+  Returns:
+    `tau`: new tokens a target pass, pooled (`decode.Generation`). `tau_paper`: see there. `plain_tok_per_s`,
+    `spec_tok_per_s`: new tokens over decode time, all repeats pooled; `speedup`, their ratio. `identical`: the share of
+    texts that are equal, token for token.
+  """
+  plain, spec = (rate(getattr(answer, which) for answer in answers) for which in ('plain', 'spec'))
+  return {
+    'tau': traced(answers, policy).tau,
+    'tau_paper': tau_paper(answers)[0],
+    'speedup': spec / plain,
+    'plain_tok_per_s': plain,
+    'spec_tok_per_s': spec,
+    'identical': float(np.mean([answer.gap is None for answer in answers])),
+  }
+
+
+def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
+  """What stands behind the six numbers.
+
+  Returns:
+    `num_answers`. `near_ties`, `defects`: texts that differ, by how close plain decoding's choice was.
+    `plain_spread`, `spec_spread`: standard deviation of tokens/s from repeat to repeat; None for one repeat.
+    `acceptance`: by depth; see `Traced.acceptance`. `num_accepted`: target passes by drafted tokens accepted: 0, 1, ...
+    `repetition`: the share of places in the text at which `NGRAM` tokens end that came before in it: greedy text of
+    small models loops, and flatters acceptance. `not_in_tau_paper`: questions that the paper's count leaves out.
+  """
+  gaps = [answer.gap for answer in answers if answer.gap is not None]
+  trace = traced(answers, policy)
+  num_accepted = np.concatenate([np.asarray(row, np.int64) for row in trace.num_accepted])
+  return {
+    'num_answers': len(answers),
+    'near_ties': sum(gap < NEAR_TIE for gap in gaps),
+    'defects': sum(gap >= NEAR_TIE for gap in gaps),
+    'plain_spread': _spread(answers, 'plain'),
+    'spec_spread': _spread(answers, 'spec'),
+    'acceptance': [None if np.isnan(share) else share for share in trace.acceptance],
+    'num_accepted': np.bincount(num_accepted, minlength=policy.max_depth + 1).tolist(),
+    'repetition': repetition(answer.plain.tokens for answer in answers),
+    'not_in_tau_paper': tau_paper(answers)[1],
+  }
+
+
+def traced(answers: Iterable[Answered], policy: TreePolicy) -> Traced:
+  """The acceptance of the speculative answers, each counted once."""
+  spec = [answer.spec for answer in answers if answer.repeat == 0]
+  return Traced([timed.num_accepted for timed in spec], [len(timed.tokens) for timed in spec], policy)
+
+
+def rate(timed: Iterable[Timed]) -> float:
+  """New tokens a second of decoding."""
+  tokens, seconds = zip(*((len(t.tokens), t.decode_s) for t in timed), strict=True)
+  return sum(tokens) / max(sum(seconds), 1e-9)
+
+
+def tau_paper(answers: Iterable[Answered]) -> tuple[float, int]:
+  """The paper's tau, and how many questions it leaves out.
+
+  By question, tokens over the *zero-based* number of the last pass, then the mean over questions: 2 to 5 % above the
+  pooled tau (EAGLE.md section 8.3). A question whose every turn took a single pass has no such number.
+  """
+  by_question: dict[tuple, list[int]] = {}
+  for answer in answers:
+    if answer.repeat == 0:
+      count = by_question.setdefault((answer.task, answer.question_id, answer.temperature), [0, 0])
+      count[0] += len(answer.spec.tokens) - 1
+      count[1] += max(len(answer.spec.num_accepted) - 1, 0)
+  ratios = [tokens / passes for tokens, passes in by_question.values() if passes]
+  return float(np.mean(ratios)) if ratios else 1.0, len(by_question) - len(ratios)
+
+
+def repetition(texts: Iterable[Sequence[int]]) -> float:
+  """The share of `NGRAM`s that came before in the same text, pooled; 0 where none is long enough."""
+  num_ngrams = num_new = 0
+  for text in texts:
+    ngrams = [tuple(text[i : i + NGRAM]) for i in range(len(text) - NGRAM + 1)]
+    num_ngrams, num_new = num_ngrams + len(ngrams), num_new + len(set(ngrams))
+  return 1 - num_new / num_ngrams if num_ngrams else 0.0
+
+
+def _spread(answers: Iterable[Answered], which: str) -> float | None:
+  by_repeat: dict[int, list[Timed]] = {}
+  for answer in answers:
+    by_repeat.setdefault(answer.repeat, []).append(getattr(answer, which))
+  rates = [rate(timed) for timed in by_repeat.values()]
+  return float(np.std(rates, ddof=1)) if len(rates) > 1 else None
+
+
+def report(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
+  """`summarise` and `details` of each task, by name; `mean` over tasks, unweighted, and `pooled`."""
+  by_task: dict[str, list[Answered]] = {}
+  for answer in answers:
+    by_task.setdefault(answer.task, []).append(answer)
+  tasks = {task: summarise(own, policy) for task, own in by_task.items()}
+  pooled = summarise(answers, policy)
+  return {
+    'tasks': tasks,
+    'mean': {name: float(np.mean([numbers[name] for numbers in tasks.values()])) for name in pooled},
+    'pooled': pooled,
+    'details': {task: details(own, policy) for task, own in by_task.items()} | {'pooled': details(answers, policy)},
+  }
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+  """The six numbers of each task as a table."""
+  rows = {**report['tasks'], 'mean': report['mean'], 'pooled': report['pooled']}
+  head = '| task | tau | tau_paper | plain tokens/s | speculative tokens/s | speedup | identical |\n|---|' + '---|' * 6
+  lines = [
+    f'| {name} | {n["tau"]:.2f} | {n["tau_paper"]:.2f} | {n["plain_tok_per_s"]:.1f} | {n["spec_tok_per_s"]:.1f} '
+    f'| {n["speedup"]:.2f} | {n["identical"]:.1%} |'
+    for name, n in rows.items()
+  ]
+  return '\n'.join([head, *lines])
+
+
+def write(report: Mapping[str, Any], folder: Path) -> None:
+  """`report.json` with everything, and the table as `report.md` and `report.csv`."""
+  rows = {**report['tasks'], 'mean': report['mean'], 'pooled': report['pooled']}
+  table = io.StringIO(newline='')
+  writer = csv.DictWriter(table, ['task', *report['pooled']])
+  writer.writeheader()
+  writer.writerows({'task': name, **numbers} for name, numbers in rows.items())
+  texts = {'json': json.dumps(report, indent=2), 'md': markdown(report), 'csv': table.getvalue()}
+  for ending, text in texts.items():
+    with replacing(folder / f'report.{ending}') as temporary:
+      temporary.write_text(text.rstrip() + '\n', encoding='utf-8')

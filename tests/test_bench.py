@@ -1,0 +1,236 @@
+"""The benchmark: questions, a log that is gone on with, texts compared, and every number by hand."""
+
+import csv
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle_jax.bench import measure as measuring
+from eagle_jax.bench import summary
+from eagle_jax.bench.calibration import acceptance_by_rank, calibrate, reliability
+from eagle_jax.bench.measure import Answered, Bench, Timed, gap_where_they_part
+from eagle_jax.bench.plots import plot
+from eagle_jax.bench.questions import QUESTIONS, Question, read_questions
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.sampling import Sampling, position_noise
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.replay import Nodes
+from test_conversations import TOY
+from tiny_training import SIZES
+
+POLICY = DynamicTree(3, 3, 2, 6)
+ASKED = [Question('one', '1', ('ab', 'c')), Question('one', '2', ('de',)), Question('two', '1', ('f',))]
+OPTIONS = {'max_new_tokens': 6, 'seed': 3}
+SETTINGS = {'policy': POLICY.describe(), **OPTIONS}
+
+
+@pytest.fixture(scope='module')
+def pair():
+  config = TargetConfig(**SIZES, num_layers=1, max_context=128, eos_ids=(0,))
+  params = TransformerTarget(config).init_params(jax.random.key(0))
+  params['embed']['weight'] *= 50
+  drafter = DrafterConfig(**SIZES)
+  return Target(config, params, TOY), Drafter(drafter, Eagle(drafter).init_params(jax.random.key(1)))
+
+
+@pytest.fixture(scope='module')
+def answers(pair, tmp_path_factory):
+  bench = Bench(*pair, POLICY, OPTIONS, num_repeats=2)
+  return list(bench.measure(ASKED, [0.0, 1.0], tmp_path_factory.mktemp('bench') / 'log', SETTINGS))
+
+
+def untimed(answers) -> list[Answered]:
+  def bare(timed: Timed) -> Timed:
+    return timed._replace(prefill_s=0.0, decode_s=0.0)
+
+  return [a._replace(plain=bare(a.plain), spec=bare(a.spec)) for a in answers]
+
+
+# Questions.
+
+
+def test_the_shipped_questions_are_read():
+  tasks = {path.stem for path in QUESTIONS.glob('*.jsonl')}
+  assert tasks == {'mt_bench', 'humaneval', 'gsm8k', 'qa', 'sum_open', 'instruct_open'}
+  read = [question for task in sorted(tasks) for question in read_questions(QUESTIONS, task)]
+  assert len(read) == 6 * 80
+  assert len({question.row_id for question in read}) == 6 * 80
+  assert all(0 <= question.row_id < 2**31 for question in read)
+  assert [len(question.turns) for question in read_questions(QUESTIONS, 'mt_bench', 2)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+  ('line', 'message'),
+  [
+    ('{"question_id": 1, "turns": []}', 'line 2: `turns` is'),
+    ('{"question_id": 1, "turns": "Why?"}', 'line 2: `turns` is'),
+    ('{"turns": ["Why?"]}', 'line 2: KeyError.*question_id'),
+    ('{"question_id": 1, "turns"', 'line 2: JSONDecodeError'),
+  ],
+)
+def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
+  (tmp_path / 'own.jsonl').write_text(f'{{"question_id": 0, "turns": ["a"]}}\n{line}\n', encoding='utf-8')
+  with pytest.raises(ValueError, match=message):
+    read_questions(tmp_path, 'own')
+
+
+def test_a_missing_or_empty_task_is_named(tmp_path):
+  (tmp_path / 'own.jsonl').write_text('\n', encoding='utf-8')
+  with pytest.raises(ValueError, match=r"other.jsonl.*\['own'\]"):
+    read_questions(tmp_path, 'other')
+  with pytest.raises(ValueError, match='own.jsonl is empty'):
+    read_questions(tmp_path, 'own')
+
+
+# Measuring.
+
+
+def test_every_turn_is_answered_both_ways(answers):
+  keys = [(a.task, a.question_id, a.turn, a.temperature, a.repeat) for a in answers]
+  turns = [('one', '1', 0), ('one', '1', 1), ('one', '2', 0), ('two', '1', 0)]
+  assert keys == [(*turn, temperature, repeat) for temperature in (0.0, 1.0) for turn in turns for repeat in (0, 1)]
+  for answer in answers:
+    assert answer.plain.tokens == answer.spec.tokens
+    assert answer.gap is None
+    assert answer.plain.num_accepted == [0] * (len(answer.plain.tokens) - 1)
+  assert any(sum(answer.spec.num_accepted) for answer in answers)
+  first, again, second = answers[0], answers[1], answers[2]
+  assert untimed([first])[0] == untimed([again])[0]._replace(repeat=0)
+  assert TOY.decode(second.prompt) == 'ab' + TOY.decode(first.plain.tokens) + 'c'
+
+
+def test_a_stopped_run_goes_on(pair, answers, tmp_path, monkeypatch):
+  bench, log = Bench(*pair, POLICY, OPTIONS, num_repeats=2), tmp_path / 'log'
+  run = bench.measure(ASKED, [0.0, 1.0], log, SETTINGS)
+  for _ in range(6):
+    next(run)
+  run.close()
+  with open(log, 'a', encoding='utf-8') as file:
+    file.write('{"task": "one", "question')  # a line that was being written
+  decoded = []
+
+  def counted(*args, **how):
+    decoded.append(how['policy'])
+    return generate(*args, **how)
+
+  generate = measuring.generate
+  monkeypatch.setattr(measuring, 'generate', counted)
+  assert untimed(bench.measure(ASKED, [0.0, 1.0], log, SETTINGS)) == untimed(answers)
+  num_made = len(answers) - 6
+  assert 2 * num_made <= len(decoded) <= 4 * num_made
+  assert len(log.read_text().splitlines()) == 1 + len(answers)
+  decoded.clear()
+  assert len(list(bench.measure(ASKED, [0.0, 1.0], log, SETTINGS))) == len(answers)
+  assert not decoded
+  with pytest.raises(ValueError, match=r"is of a run with.*'seed': 3.*'seed': 4"):
+    next(bench.measure(ASKED, [0.0], log, {**SETTINGS, 'seed': 4}))
+
+
+@pytest.mark.parametrize('how', [{}, {'temperature': 1.0, 'seed': 5}, {'temperature': 1.0, 'top_k': 2}], ids=str)
+def test_where_texts_part_the_gap_is_that_of_the_best_two(pair, how):
+  target, _ = pair
+  prompt, plain, sampling = [2, 9, 9], [7, 8, 9, 5], Sampling.of(**how)
+  assert gap_where_they_part(target, prompt, plain, list(plain), sampling, 4) is None
+  gap = gap_where_they_part(target, prompt, plain, [7, 8, 3], sampling, 4)
+  network = TransformerTarget(target.config)
+  logits_V = network.logits(target.params, network.read(target.params, jnp.asarray([[2, 9, 9, 7, 8]])))[:, 0, -1]
+  noise_V = position_noise(sampling.seed, 4, 5, vocab_size=31)
+  kept_V = logits_V if 'top_k' not in how else jnp.where(logits_V >= jnp.sort(logits_V)[-2], logits_V, -jnp.inf)
+  best = np.sort(np.asarray(kept_V + sampling.temperature * noise_V))[::-1]
+  np.testing.assert_allclose(gap, best[0] - best[1], rtol=1e-5)
+
+
+# Numbers by hand.
+
+
+def answered(
+  task, question_id, *, spec=(), num_accepted=(), plain=None, turn=0, repeat=0, gap=None, seconds=(1.0, 1.0)
+):
+  plain_tokens = list(spec if plain is None else plain)
+  return Answered(
+    task, question_id, turn, 0.0, repeat, 0, [1],
+    Timed(plain_tokens, [0] * (len(plain_tokens) - 1), 0.1, seconds[0]),
+    Timed(list(spec), list(num_accepted), 0.1, seconds[1]), gap,
+  )  # fmt: skip
+
+
+BY_HAND = (
+  answered('a', '1', spec=[1, 2, 3, 4, 5, 6, 7], num_accepted=[2, 1, 0], seconds=(2.0, 1.0)),
+  answered('a', '1', spec=[1, 2, 3, 4, 1, 2, 3, 4], num_accepted=[2, 2, 0], turn=1, seconds=(2.0, 1.0)),
+  answered('a', '2', spec=[1, 2, 3], num_accepted=[1], seconds=(1.0, 1.0), plain=[1, 2, 4], gap=5e-4),
+  answered('b', '1', spec=[5, 6], num_accepted=[0], seconds=(1.0, 2.0), plain=[5, 7], gap=0.5),
+)
+
+
+def test_summary_by_hand():
+  policy = Chain(2)
+  out = summary.report(BY_HAND, policy)
+  a, b, pooled = out['tasks']['a'], out['tasks']['b'], out['pooled']
+  assert a['tau'] == (6 + 7 + 2) / (3 + 3 + 1)
+  assert a['tau_paper'] == (6 + 7) / (2 + 2)  # question 2 took one pass
+  assert a['plain_tok_per_s'] == 18 / 5
+  assert a['spec_tok_per_s'] == 18 / 3
+  assert a['speedup'] == pytest.approx(5 / 3)
+  assert a['identical'] == 2 / 3
+  assert b['tau'] == b['tau_paper'] == 1
+  assert b['identical'] == 0
+  assert pooled['tau'] == (6 + 7 + 2 + 1) / 8
+  assert out['mean'] == {name: (a[name] + b[name]) / 2 for name in pooled}
+  details = out['details']['pooled']
+  assert (details['near_ties'], details['defects'], details['not_in_tau_paper']) == (1, 1, 2)
+  assert details['num_accepted'] == [3, 2, 3]
+  assert out['details']['a']['repetition'] == pytest.approx(1 / (4 + 5))
+  assert details['plain_spread'] is None
+  assert json.loads(json.dumps(out, allow_nan=False)) == out
+
+
+def test_repeats_make_a_spread_and_count_once_in_tau():
+  again = answered('a', '1', spec=[1, 2, 3, 4, 5, 6, 7], num_accepted=[2, 1, 0], repeat=1, seconds=(4.0, 1.0))
+  rows = [BY_HAND[0], again]
+  assert summary.summarise(rows, Chain(2))['tau'] == 6 / 3
+  assert summary.summarise(rows, Chain(2))['plain_tok_per_s'] == 14 / 6
+  np.testing.assert_allclose(summary.details(rows, Chain(2))['plain_spread'], np.std([7 / 2, 7 / 4], ddof=1))
+
+
+def test_tables_and_plots_are_written(tmp_path):
+  out = summary.report(BY_HAND, Chain(2))
+  out['calibration'] = {'confidence': [0.1, 0.9], 'acceptance': [0.2, 0.8], 'expected_error': 0.1}
+  text = summary.markdown(out)
+  assert [line.split('|')[1].strip() for line in text.splitlines()] == ['task', '---', 'a', 'b', 'mean', 'pooled']
+  summary.write(out, tmp_path)
+  assert (tmp_path / 'report.md').read_text().strip() == text
+  assert json.loads((tmp_path / 'report.json').read_text()) == out
+  with open(tmp_path / 'report.csv', newline='', encoding='utf-8') as file:
+    rows = {row['task']: row for row in csv.DictReader(file)}
+  assert float(rows['pooled']['tau']) == 2.0
+  paths = plot(out, tmp_path)
+  assert {path.name for path in paths} == {'accepted.png', 'acceptance_by_depth.png', 'calibration.png'}
+  assert all(path.read_bytes().startswith(b'\x89PNG') for path in paths)
+
+
+def test_reliability_by_hand():
+  log_p = np.log([0.9, 0.95, 0.1, 0.3, 0.8])
+  is_tried, is_accepted = np.array([1, 1, 1, 1, 0], bool), np.array([1, 0, 0, 1, 0], bool)
+  nodes = Nodes(log_p, log_p, np.ones(5, int), np.array([0, 0, 1, 2, 0]), is_tried, is_accepted)
+  bins = reliability(nodes, num_bins=2)
+  np.testing.assert_allclose(bins.confidence, [0.2, 0.925])
+  np.testing.assert_allclose(bins.acceptance, [0.5, 0.5])
+  assert bins.num_nodes.tolist() == [2, 2]
+  np.testing.assert_allclose(bins.expected_error, (0.3 + 0.425) / 2)
+  np.testing.assert_allclose(acceptance_by_rank(nodes), [0.5, 0, 1])
+
+
+def test_calibration_sees_the_nodes_of_decoding(pair, answers):
+  greedy = [answer for answer in answers if answer.temperature == 0]
+  out = calibrate(*pair, greedy, policy=POLICY, seed=OPTIONS['seed'])
+  num_tried = sum(out['num_nodes'])
+  num_accepted = np.nansum(np.multiply(np.asarray(out['acceptance'], float), out['num_nodes']))
+  num_passes = sum(len(a.spec.num_accepted) for a in greedy if a.repeat == 0)
+  assert num_tried >= num_passes
+  np.testing.assert_allclose(num_accepted, sum(sum(a.spec.num_accepted) for a in greedy if a.repeat == 0), atol=1)

@@ -1,0 +1,109 @@
+"""Stored costs: what they model, how they are found again, and what `policy='auto'` makes of them."""
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import cost, decode
+from eagle_jax.bench import tune
+from eagle_jax.cost import Calibration, Costs, Measured, between
+from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
+
+COSTS = Costs(
+  device='x', target='target', drafter='drafter', dtype='float32', batch=1, num_prompt=8,
+  verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
+  policies=(
+    Measured('adaptive', {'width': 2, 'fanout': 2, 'max_depth': 3, 'num_nodes': 6, 'smaller': [1, 2]}, 200.0, 2.5),
+    Measured('plain', {}, 100.0, 1.0),
+  ),
+  calibration=Calibration((-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), versions={}, date='2026-01-01',
+)  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+  """An empty cache folder, and a device called as in COSTS."""
+  monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path))
+  monkeypatch.setattr(cost, 'device_name', lambda: 'x')
+  return tmp_path
+
+
+def test_a_cycle_is_the_sum_of_its_parts():
+  assert COSTS.cycle_ms(Plain()) == 10
+  assert COSTS.cycle_ms(Chain(1)) == 11 + 1
+  assert COSTS.cycle_ms(Chain(3)) == 13 + 1 + 2 * 2
+  assert COSTS.cycle_ms(DynamicTree(2, 2, 3, 6)) == 17 + 1 + 2 * 3
+  assert between({1: 10.0, 2: 11.0, 4: 13.0}, 6) == 15
+  assert between({1: 7.0}, 6) == 7
+
+
+def test_an_economy_is_what_the_policy_reads():
+  table = COSTS.economy(COSTS.policies[0].policy)
+  np.testing.assert_allclose(table.rate, 0.2)
+  np.testing.assert_allclose(table.verify_ms, [10, 11, 17])
+  np.testing.assert_allclose(table.draft_ms, [2, 3, 3])
+  np.testing.assert_allclose(table.growth, [0.6, 0.5, 0.5])
+
+
+def test_what_is_stored_is_found(here):
+  assert cost.find(target='target', drafter='drafter', dtype='float32', batch=1) is None
+  path = cost.write(COSTS)
+  assert cost.read(path) == COSTS
+  cost.write(dataclasses.replace(COSTS, batch=16))
+  assert cost.find(target='target', drafter='drafter', dtype='float32', batch=3).batch == 1
+  assert cost.find(target='target', drafter='drafter', dtype='float32', batch=6).batch == 16
+  assert cost.find(target='target', drafter='other', dtype='float32', batch=1) is None
+  assert len(list((here / 'costs').iterdir())) == 2
+  assert '| 2.50 | 200.0 |' in cost.table(COSTS)
+
+
+@pytest.mark.parametrize('damage', ['{', '[]', '{"version": 0}', None])
+def test_damaged_costs_are_left_aside(here, damage, caplog):
+  path = cost.write(COSTS)
+  fields = json.loads(path.read_text())
+  del fields['draft_ms']
+  path.write_text(json.dumps(fields) if damage is None else damage)
+  with caplog.at_level(logging.WARNING, 'eagle_jax'):
+    assert cost.find(target='target', drafter='drafter', dtype='float32', batch=1) is None
+  assert 'measure anew' in caplog.text
+
+
+def test_auto_takes_what_was_fastest(here, caplog):
+  target, drafter = tiny.target(), tiny.drafter()
+  with caplog.at_level(logging.INFO, 'eagle_jax'):
+    assert decode.build(target, drafter)[1].policy == Chain(3)
+    assert 'a guess' in caplog.text
+    cost.write(COSTS)
+    params, spec = decode.build(target, drafter)
+  assert spec.policy == Adaptive(2, 2, 3, 6, smaller=(1, 2))
+  np.testing.assert_allclose(params.economy.rate, 0.2)
+  assert '200.0 tokens/s when measured' in caplog.text
+  cost.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))
+  assert decode.build(target, drafter)[1].policy == Plain()
+
+
+def test_an_adaptive_policy_needs_costs(here):
+  with pytest.raises(ValueError, match='adaptive.*run launch/cost.py'):
+    decode.build(tiny.target(), tiny.drafter(), policy=Adaptive(2, 2, 3, 6))
+
+
+def test_a_pair_is_tuned(here, monkeypatch):
+  target, drafter = tiny.target(), tiny.drafter()
+  small = {'NUM_NODES': (1, 2, 4), 'WIDTHS': (1, 2), 'REPEATS': 1, 'NUM_CYCLES': 4, 'NUM_TIMED': 1}
+  for name, value in small.items():
+    monkeypatch.setattr(tune, name, value)
+  monkeypatch.setattr(tune, 'CANDIDATES', (Chain(1), DynamicTree(2, 2, 2, 4)))
+  costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], num_prompt=8, max_new_tokens=8)
+  assert set(costs.verify_ms) == {1, 2, 4}
+  assert set(costs.draft_ms) == {1, 2}
+  assert list(costs.calibration.value) == sorted(costs.calibration.value)
+  assert {one.kind for one in costs.policies} >= {'plain', 'adaptive'}
+  assert costs.policies[0].tok_per_s == max(one.tok_per_s for one in costs.policies)
+  monkeypatch.setattr(cost, 'device_name', lambda: costs.device)
+  cost.write(costs)
+  plain = decode.generate(target, None, [[1, 2, 3]], max_new_tokens=8)
+  assert decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=8).tokens == plain.tokens
