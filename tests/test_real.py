@@ -1,12 +1,10 @@
 """The real pair: what speculation writes is what the target writes."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from eagle_jax import Chain, DynamicTree, StaticTree, decode, hub
-from eagle_jax.sampling import Sampling, position_noise
-from eagle_jax.target.transformer import Transformer
+from eagle_jax.bench.measure import NEAR_TIE, gap_where_they_part
+from eagle_jax.sampling import Sampling
 
 pytestmark = pytest.mark.real
 
@@ -20,20 +18,11 @@ PROMPTS = [
   'List five tips for better sleep.',
   'Translate "good morning, my friend" into French and explain each word.',
 ]
-NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
 
 
 @pytest.fixture(scope='module')
 def pair(smollm2):
   return smollm2, hub.load_drafter('smollm2-135m-eagle2', smollm2)
-
-
-def gap_of_best_two(target, context, sampling, row):
-  """How far the target's two best perturbed logits lie apart after `context`."""
-  logits_V1L = Transformer(target.config).apply({'params': target.params}, jnp.asarray([context]), method='score')
-  noise_V = position_noise(sampling.seed, row, len(context), vocab_size=target.config.vocab_size)
-  best, second = jax.lax.top_k(logits_V1L[:, 0, -1] + sampling.temperature * noise_V, 2)[0]
-  return float(best - second)
 
 
 def assert_same_text(pair, prompts, max_new_tokens, temperature, policy):
@@ -45,8 +34,8 @@ def assert_same_text(pair, prompts, max_new_tokens, temperature, policy):
   for row, (ours, theirs) in enumerate(zip(speculative.tokens, plain.tokens, strict=True)):
     if ours != theirs:
       same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-      context = target.tokenizer.encode_prompt(prompts[row]) + theirs[:same]
-      gap = gap_of_best_two(target, context, sampling, row)
+      prompt = target.tokenizer.encode_prompt(prompts[row])
+      gap = gap_where_they_part(target, prompt, theirs, ours, sampling, row)
       assert gap < NEAR_TIE, f'prompt {row} differs at new token {same}, where the best two are {gap} apart'
       print(f'near tie: prompt {row}, new token {same}, gap {gap}')  # noqa: T201  (to be seen, never hidden)
   assert speculative.stats['tau'] > 1.2

@@ -66,13 +66,14 @@ def run(
     raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
   config = {**config, **(config['VARIANTS'][variant] if variant else {})}
   target = load_target(config['TARGET'], mesh=mesh)
-  data = _gather(target, config, out / 'shards', prompts)
+  prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
+  data = _gather(target, config, out / 'shards', prompts, prompts_hash)
   log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
   provenance = {
     'command': command,
     'commit': _commit(),
     'target': config['TARGET'],
-    'prompts_sha256': _hash(prompts),
+    'prompts_sha256': prompts_hash,
     'data': {name: repr(kind) for name, kind in config['DATA'].items()},
     'recipe': repr(config['RECIPE']),
     'initial': initial,
@@ -105,15 +106,15 @@ class _Gathered(NamedTuple):
   not_used: dict[str, dict[str, int]]  # conversations refused or ended early, by kind and reason
 
 
-def _gather(target: Target, config: Mapping[str, Any], folder: Path, prompts: str | None) -> _Gathered:
+def _gather(
+  target: Target, config: Mapping[str, Any], folder: Path, prompts: str | None, prompts_hash: str | None
+) -> _Gathered:
   """Makes the shards that are missing, a folder each kind, and reads them all."""
   gathered = _Gathered([], [], {})
   for name, data in config['DATA'].items():
     own, refused = folder / name, collections.Counter[str]()
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
-    _require_same(
-      own / 'settings.json', {'target': config['TARGET'], 'prompts': _hash(prompts), 'data': repr(settings)}
-    )
+    _require_same(own / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)})
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     paths = tqdm(make_shards(target, source, own, data, refused), total=data.num_shards, desc=f'shards: {name}')
     examples = [example for path in paths for example in read_shard(path)]
@@ -122,10 +123,6 @@ def _gather(target: Target, config: Mapping[str, Any], folder: Path, prompts: st
     gathered.held_out.extend(examples[-num_held_out:])
     gathered.not_used[name] = dict(refused)
   return gathered
-
-
-def _hash(prompts: str | None) -> str | None:
-  return hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
 
 
 def _require_same(path: Path, settings: dict[str, Any]) -> None:
