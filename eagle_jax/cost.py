@@ -4,17 +4,17 @@
 """
 
 import dataclasses
+import functools
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.device import device_name
 from eagle_jax.draft.economy import Economy
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.weights.fetch import cache_folder
@@ -28,10 +28,10 @@ log = logging.getLogger('eagle_jax')
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class Parts:
   """Milliseconds of the parts of a cycle, in the decode loop: of one device kind, pair, dtype, batch and context."""
 
-  device: str  # see `device_name`
+  device: str  # see `device.device_name`
   target: str
   drafter: str
   dtype: str
@@ -40,8 +40,11 @@ class Costs:
   verify_ms: dict[int, float]  # by number of nodes: target pass, verification, commit; 1 node is the plain step
   root_ms: float  # taking in committed text, and drafting the root's children
   draft_ms: dict[int, float]  # by its width: one more level
-  policies: tuple['Measured', ...]  # best first
-  calibration: 'Calibration'
+  whole_ms: dict[str, float]  # whole cycles, by the policy's description
+  target_bytes: int  # that a target pass must read: weights, and the cache it attends to
+  drafter_bytes: int  # likewise of a drafter's pass
+  bytes_per_s: float  # measured, as are the next
+  flops_per_s: float
   versions: dict[str, str]
   date: str
 
@@ -51,6 +54,25 @@ class Costs:
       return self.verify_ms[1]
     drafting = self.root_ms + sum(between(self.draft_ms, width) for width in policy.widths[1:])
     return between(self.verify_ms, policy.num_nodes) + drafting
+
+  def floor_ms(self, num_bytes: int, num_rows: int) -> float:
+    """What no pass over `num_rows` rows a batch row can go below.
+
+    That is its bytes at the measured bandwidth, or its FLOPs (two a weight and row) at the measured rate: the longer.
+    """
+    flops = 2 * num_bytes / jnp.dtype(self.dtype).itemsize * num_rows * self.batch
+    return 1000 * max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs(Parts):
+  """And what the pair gains with them, on some questions."""
+
+  policies: tuple['Rate', ...]  # in real decoding, best first
+  modelled: tuple['Rate', ...]  # tau by traces, over the sum of the parts
+  calibration: 'Calibration'
+  num_ids: int | None  # size of the draft vocabulary that all this is for; None: the drafter's own
+  vocabularies: tuple['Vocabulary', ...]
 
   def economy(self, policy: Adaptive) -> Economy:
     """What an adaptive policy reads, its rate being that of the best policy measured."""
@@ -68,17 +90,32 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-  """A policy in real decoding."""
+class Rate:
+  """What a policy comes to."""
 
   kind: str  # a key of KINDS
   sizes: dict[str, Any]  # its fields
   tok_per_s: float  # of the whole batch
   tau: float
 
+  @classmethod
+  def of(cls, policy: TreePolicy, *, tok_per_s: float, tau: float) -> 'Rate':
+    kind = next(name for name, form in KINDS.items() if type(policy) is form)
+    return cls(kind, {f.name: getattr(policy, f.name) for f in dataclasses.fields(KINDS[kind])}, tok_per_s, tau)
+
   @property
   def policy(self) -> TreePolicy:
     return KINDS[self.kind](**self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+  """What a drafter comes to that drafts only its first `num_ids` ids, with a chain of three."""
+
+  num_ids: int
+  coverage: float  # share of the target's answers' tokens among them
+  tau: float
+  cycle_ms: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +136,12 @@ def between(by_size: Mapping[int, float], size: int) -> float:
   return by_size[sizes[-1]] + slope * (size - sizes[-1])
 
 
-def device_name() -> str:
-  """Kind and number of devices; of a CPU, the number of its cores, which decides what rows cost."""
-  kind, count = jax.devices()[0].device_kind, jax.device_count()
-  cores = f'-{len(os.sched_getaffinity(0))}cores' if jax.default_backend() == 'cpu' else ''
-  return f'{kind}{cores}' if count == 1 else f'{count}x{kind}{cores}'
+def write(costs: Parts, folder: Path | None = None) -> Path:
+  """Stores a measurement in place of an older one of the same device, pair, dtype, batch and context.
 
-
-def write(costs: Costs, folder: Path | None = None) -> Path:
-  """Stores a measurement in place of an older one of the same device, pair, dtype, batch and context."""
-  folder = folder or cache_folder() / 'costs'
+  `find` looks in the default folder of `Costs`; `Parts` alone, which say nothing of a gain, have another.
+  """
+  folder = folder or cache_folder() / ('costs' if isinstance(costs, Costs) else 'parts')
   name = f'{costs.device}_{costs.target}_{costs.drafter}_{costs.dtype}_{costs.batch}_{costs.num_prompt}'
   path = folder / f'{"".join(c if c.isalnum() else "-" for c in name)}.json'
   with replacing(path) as temporary:
@@ -118,12 +151,18 @@ def write(costs: Costs, folder: Path | None = None) -> Path:
 
 def read(path: Path) -> Costs | None:
   """A stored measurement; None, with a warning, if it is of another version or damaged."""
+  return _read(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache
+def _read(path: Path, modified: int) -> Costs | None:
   try:
     fields = json.loads(path.read_text(encoding='utf-8'))
     if fields.pop('version') != VERSION:
       raise ValueError(f'not version {VERSION}')
     fields |= {name: {int(size): ms for size, ms in fields[name].items()} for name in ('verify_ms', 'draft_ms')}
-    fields['policies'] = tuple(Measured(**measured) for measured in fields['policies'])
+    forms = {'policies': Rate, 'modelled': Rate, 'vocabularies': Vocabulary}
+    fields |= {name: tuple(form(**one) for one in fields[name]) for name, form in forms.items()}
     fields['calibration'] = Calibration(**{name: tuple(x) for name, x in fields['calibration'].items()})
     return Costs(**fields)
   except (ValueError, KeyError, TypeError) as error:
@@ -142,17 +181,30 @@ def find(*, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
   return None
 
 
-def table(costs: Costs) -> str:
-  """What was measured, as Markdown: parts in milliseconds and in plain steps, then policies."""
-  plain = costs.verify_ms[1]
-  parts = [(f'target pass, {size} nodes', ms) for size, ms in costs.verify_ms.items()]
-  parts += [("root's children", costs.root_ms)]
-  parts += [(f'a level of width {width}', ms) for width, ms in costs.draft_ms.items()]
-  lines = [
-    '| part | ms | plain steps |',
-    '|---|---|---|',
-    *(f'| {n} | {ms:.2f} | {ms / plain:.2f} |' for n, ms in parts),
+def table(parts: Parts) -> str:
+  """What was measured, as Markdown: parts in milliseconds, in plain steps and over their floor; then policies."""
+  rows = [
+    (f'target pass, {size} nodes', ms, parts.floor_ms(parts.target_bytes, size)) for size, ms in parts.verify_ms.items()
   ]
-  lines += ['', '| policy | tau | tokens/s |', '|---|---|---|']
-  lines += [f'| {one.policy.describe()} | {one.tau:.2f} | {one.tok_per_s:.1f} |' for one in costs.policies]
+  rows += [("root's children", parts.root_ms, parts.floor_ms(parts.drafter_bytes, 1))]
+  rows += [
+    (f'a level of width {width}', ms, parts.floor_ms(parts.drafter_bytes, width))
+    for width, ms in parts.draft_ms.items()
+  ]
+  plain = parts.verify_ms[1]
+  lines = [
+    f'{parts.device}, {parts.target} + {parts.drafter}, {parts.dtype}, batch {parts.batch}, context {parts.num_prompt}',
+    f'{parts.date}: reads {parts.bytes_per_s / 1e9:.1f} GB/s, computes {parts.flops_per_s / 1e9:.0f} GFLOP/s',
+    '',
+    '| part | ms | plain steps | over its floor |',
+    '|---|---|---|---|',
+    *(f'| {name} | {ms:.2f} | {ms / plain:.2f} | {ms / floor:.2f} |' for name, ms, floor in rows),
+    *(f'| whole cycle, {name} | {ms:.2f} | {ms / plain:.2f} | |' for name, ms in parts.whole_ms.items()),
+  ]
+  if isinstance(parts, Costs):
+    lines += ['', '| policy | tau | tokens/s |', '|---|---|---|']
+    lines += [f'| {one.policy.describe()} | {one.tau:.2f} | {one.tok_per_s:.1f} |' for one in parts.policies]
+    lines += [f'| {one.policy.describe()}, modelled | {one.tau:.2f} | {one.tok_per_s:.1f} |' for one in parts.modelled]
+    lines += ['', '| draft vocabulary | coverage | tau of a chain of 3 | cycle, ms |', '|---|---|---|---|']
+    lines += [f'| {v.num_ids} | {v.coverage:.1%} | {v.tau:.2f} | {v.cycle_ms:.2f} |' for v in parts.vocabularies]
   return '\n'.join(lines)

@@ -85,6 +85,8 @@ def build(
   if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
     costs = find_costs(target, drafter, batch=batch)
   chosen = _resolve(policy, drafter, costs)
+  if drafter is not None and costs is not None and costs.num_ids is not None:
+    drafter = drafter.first_ids(costs.num_ids)
   network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
   if isinstance(chosen, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain())

@@ -2,8 +2,10 @@
 
 python launch/cost.py
 
-Times target passes over 1 to 64 nodes and drafter passes of 1 to 10 rows, traces the candidates on questions, and
-decodes with the most promising. The result is stored, in the cache folder, by device, pair, dtype, batch and context.
+Times target passes over 1 to 64 nodes and drafter passes of 1 to 10 rows against what memory and arithmetic allow,
+traces the candidates on questions, and decodes with the most promising. The result is stored, in the cache folder, by
+device, pair, dtype, batch and context. With --random_shape, only the times are measured, of weights made up on the
+device: python launch/cost.py --random_shape=llama3_8b --dtype=bfloat16 --context=1024 --batch=1 --batch=16
 """
 
 import dataclasses
@@ -18,37 +20,39 @@ from absl import flags
 from tqdm import tqdm
 
 from eagle_jax import cost
-from eagle_jax.bench import questions
-from eagle_jax.bench.tune import tune
+from eagle_jax.bench import questions, shapes
+from eagle_jax.bench.plots import plot_costs
+from eagle_jax.bench.tune import part_costs, tune
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
+flags.DEFINE_enum('random_shape', None, shapes.NAMES, 'Time a pair of this shape with random weights instead.')
 flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl files, what the gain is measured on.')
 flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
 flags.DEFINE_integer('num_questions', 4, 'Of each task, at most.', lower_bound=1)
-flags.DEFINE_integer('batch', 1, 'Rows decoded together.', lower_bound=1)
+flags.DEFINE_multi_integer('batch', [1], 'Rows decoded together; may be given several times.', lower_bound=1)
 flags.DEFINE_integer('context', 64, 'Tokens before the passes that are timed.', lower_bound=1)
-flags.DEFINE_string('out', None, 'Folder of the result; default the cache folder, where auto looks.')
-flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output.')
+flags.DEFINE_string('out', None, 'Folder of results and plots; default the cache folder, where auto looks.')
+flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, a line a batch.')
 
 
 def main(_):
-  asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
-  target, drafter = common.models()
-  if drafter is None:
-    raise ValueError('Costs are those of a pair: name a --drafter.')
-  costs = tune(
-    target,
-    drafter,
-    [target.tokenizer.encode_prompt(question.turns[0]) for question in asked],
-    batch=FLAGS.batch,
-    num_prompt=FLAGS.context,
-    max_new_tokens=FLAGS.max_new_tokens,
-    progress=functools.partial(tqdm, file=sys.stderr),
-  )
-  path = cost.write(costs, FLAGS.out and Path(FLAGS.out))
-  print(json.dumps(dataclasses.asdict(costs)) if FLAGS.json else cost.table(costs))
-  print(f'written to {path}', file=sys.stderr)
+  how = {'num_prompt': FLAGS.context, 'progress': functools.partial(tqdm, file=sys.stderr)}
+  if FLAGS.random_shape:
+    measure = functools.partial(part_costs, *shapes.random_pair(FLAGS.random_shape, dtype=FLAGS.dtype), **how)
+  else:
+    asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
+    target, drafter = common.models()
+    if drafter is None:
+      raise ValueError('Costs are those of a pair: name a --drafter.')
+    prompts = [target.tokenizer.encode_prompt(question.turns[0]) for question in asked]
+    measure = functools.partial(tune, target, drafter, prompts, max_new_tokens=FLAGS.max_new_tokens, **how)
+  for batch in FLAGS.batch:
+    costs = measure(batch=batch)
+    path = cost.write(costs, FLAGS.out and Path(FLAGS.out))
+    plot_costs(costs, path.with_suffix('.png'))
+    print(json.dumps(dataclasses.asdict(costs)) if FLAGS.json else cost.table(costs))
+    print(f'written to {path}', file=sys.stderr)
 
 
 if __name__ == '__main__':

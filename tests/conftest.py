@@ -1,5 +1,6 @@
 """Strict JAX for all tests, and the real model for those that want it."""
 
+import gc
 import os
 
 import jax
@@ -7,6 +8,15 @@ import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
+
+
+@pytest.fixture(autouse=True, scope='module')
+def forget_programs():
+  """Frees each module's compiled programs: some thousands of them exhaust the memory maps of a process (Linux allows
+  65,530), and the compiler then dies of a segmentation fault."""
+  yield
+  jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture(scope='session')

@@ -10,17 +10,20 @@ import pytest
 import tiny
 from eagle_jax import cost, decode
 from eagle_jax.bench import tune
-from eagle_jax.cost import Calibration, Costs, Measured, between
+from eagle_jax.cost import Calibration, Costs, Rate, Vocabulary, between
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
 
 COSTS = Costs(
   device='x', target='target', drafter='drafter', dtype='float32', batch=1, num_prompt=8,
   verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
+  whole_ms={'chain(max_depth=3)': 18.0}, target_bytes=4000, drafter_bytes=400, bytes_per_s=1e6, flops_per_s=2e6,
   policies=(
-    Measured('adaptive', {'width': 2, 'fanout': 2, 'max_depth': 3, 'num_nodes': 6, 'smaller': [1, 2]}, 200.0, 2.5),
-    Measured('plain', {}, 100.0, 1.0),
+    Rate('adaptive', {'width': 2, 'fanout': 2, 'max_depth': 3, 'num_nodes': 6, 'smaller': [1, 2]}, 200.0, 2.5),
+    Rate('plain', {}, 100.0, 1.0),
   ),
   calibration=Calibration((-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), versions={}, date='2026-01-01',
+  modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0),), num_ids=None,
+  vocabularies=(Vocabulary(64, 0.75, 2.0, 17.0),),
 )  # fmt: skip
 
 
@@ -58,7 +61,19 @@ def test_what_is_stored_is_found(here):
   assert cost.find(target='target', drafter='drafter', dtype='float32', batch=6).batch == 16
   assert cost.find(target='target', drafter='other', dtype='float32', batch=1) is None
   assert len(list((here / 'costs').iterdir())) == 2
-  assert '| 2.50 | 200.0 |' in cost.table(COSTS)
+
+
+def test_a_table_shows_everything():
+  text = cost.table(COSTS)
+  assert '| target pass, 8 nodes | 21.00 | 2.10 | 2.62 |' in text
+  assert '| 2.50 | 200.0 |' in text
+  assert '| 64 | 75.0% | 2.00 | 17.00 |' in text
+
+
+def test_a_floor_is_memory_for_few_rows_and_arithmetic_for_many():
+  assert COSTS.floor_ms(4000, 1) == 4
+  assert COSTS.floor_ms(4000, 8) == pytest.approx(2 * 1000 * 8 / 2e6 * 1000)
+  assert dataclasses.replace(COSTS, batch=3).floor_ms(4000, 8) == pytest.approx(3 * 8)
 
 
 @pytest.mark.parametrize('damage', ['{', '[]', '{"version": 0}', None])
@@ -97,11 +112,16 @@ def test_a_pair_is_tuned(here, monkeypatch):
   for name, value in small.items():
     monkeypatch.setattr(tune, name, value)
   monkeypatch.setattr(tune, 'CANDIDATES', (Chain(1), DynamicTree(2, 2, 2, 4)))
+  monkeypatch.setattr(tune, 'bytes_per_s', lambda: 1e9)
   costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], num_prompt=8, max_new_tokens=8)
   assert set(costs.verify_ms) == {1, 2, 4}
   assert set(costs.draft_ms) == {1, 2}
   assert list(costs.calibration.value) == sorted(costs.calibration.value)
   assert {one.kind for one in costs.policies} >= {'plain', 'adaptive'}
+  assert {one.policy for one in costs.modelled} == {Chain(1), DynamicTree(2, 2, 2, 4)}
+  assert [one.num_ids for one in costs.vocabularies] == [97, 48, 24, 12]
+  assert costs.num_ids in (97, 48, 24, 12)
+  assert costs.vocabularies[0].coverage == 1
   assert costs.policies[0].tok_per_s == max(one.tok_per_s for one in costs.policies)
   monkeypatch.setattr(cost, 'device_name', lambda: costs.device)
   cost.write(costs)

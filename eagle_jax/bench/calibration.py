@@ -48,6 +48,26 @@ def acceptance_by_rank(nodes: Nodes) -> np.ndarray:
     return np.bincount(rank, weights=is_accepted) / np.bincount(rank)
 
 
+class Said(NamedTuple):
+  """An answer, and what it was drawn with."""
+
+  id: int  # keys the noise
+  prompt: Sequence[int]  # tokens
+  answer: Sequence[int]  # tokens
+  temperature: float = 0.0
+  seed: int = 0
+
+
+def examples(target: Target, all_said: Sequence[Said]) -> list[Example]:
+  """Answers with the features of a target pass over each, ready to be traced."""
+  texts = [np.asarray([*said.prompt, *said.answer], np.int32) for said in all_said]
+  made = features(target, [text[:-1].tolist() for text in texts])
+  return [
+    Example(said.id, text, np.arange(len(text)) >= len(said.prompt), feature, said.temperature, said.seed)
+    for said, text, feature in zip(all_said, texts, made, strict=True)
+  ]
+
+
 def calibrate(
   target: Target, drafter: Drafter, answers: Sequence[Answered], *, policy: TreePolicy, seed: int
 ) -> dict[str, Any]:
@@ -57,14 +77,9 @@ def calibrate(
     `expected_error`; `acceptance_by_rank`; `below_0.05` and `above_0.95`, the acceptance of tokens of such confidence
     (the paper found 0.04 and 0.98); and the bins, `confidence`, `acceptance`, `num_nodes`.
   """
-  answers = [answer for answer in answers if answer.repeat == 0]
-  texts = [np.asarray([*answer.prompt, *answer.plain.tokens], np.int32) for answer in answers]
-  made = features(target, [text[:-1].tolist() for text in texts])
-  examples = [
-    Example(answer.row_id, text, np.arange(len(text)) >= len(answer.prompt), feature, answer.temperature, seed)
-    for answer, text, feature in zip(answers, texts, made, strict=True)
-  ]
-  nodes = observe(target, drafter, examples, policy=policy, num_rows=NUM_ROWS)
+  once = [answer for answer in answers if answer.repeat == 0]
+  said = [Said(answer.row_id, answer.prompt, answer.plain.tokens, answer.temperature, seed) for answer in once]
+  nodes = observe(target, drafter, examples(target, said), policy=policy, num_rows=NUM_ROWS)
   bins = reliability(nodes)
   return {
     'expected_error': bins.expected_error,

@@ -1,4 +1,4 @@
-"""Plots of a benchmark, as PNG files."""
+"""Plots of a benchmark and of costs, as PNG files."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from eagle_jax.cost import Costs, Parts
 from eagle_jax.weights.files import replacing
 
 
@@ -40,6 +41,36 @@ def plot(report: Mapping[str, Any], folder: Path) -> list[Path]:
       axes.plot(confidence, acceptance, marker='o')
       axes.set_title(f'expected calibration error {calibration["expected_error"]:.3f}')
   return paths
+
+
+def plot_costs(costs: Parts, path: Path) -> None:
+  """Target and drafter passes against their floors; and for a pair that was tuned, the speedup of trees by their size.
+
+  Args:
+    costs: measured.
+    path: where the PNG file goes.
+  """
+  with _figure(path, 'rows: tree nodes, or width of a level', 'ms') as axes:
+    passes = (
+      ('target pass', costs.verify_ms, costs.target_bytes),
+      ('drafted level', costs.draft_ms, costs.drafter_bytes),
+    )
+    for name, measured, num_bytes in passes:
+      (line,) = axes.plot([*measured], [*measured.values()], marker='o', label=name)
+      floor = [costs.floor_ms(num_bytes, rows) for rows in measured]
+      axes.plot([*measured], floor, ls=':', color=line.get_color(), label=f'{name}, floor')
+    axes.set_xscale('log', base=2)
+    axes.legend()
+  if not isinstance(costs, Costs):
+    return
+  with _figure(path.with_stem(f'{path.stem}_speedup'), 'num_nodes', 'times plain decoding') as axes:
+    plain = 1000 * costs.batch / costs.verify_ms[1]
+    for name, rates in (('modelled', costs.modelled), ('decoded', costs.policies)):
+      points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain) for rate in rates)
+      axes.plot(*zip(*points, strict=True), marker='o', ls='', label=name)
+    axes.axhline(1, color='0.7', lw=1)
+    axes.set_xscale('log', base=2)
+    axes.legend()
 
 
 @contextmanager

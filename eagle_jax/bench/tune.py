@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -11,8 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.cost import KINDS, Calibration, Costs, Measured, device_name
+from eagle_jax.bench.calibration import Said, examples
+from eagle_jax.bench.measure import warm
+from eagle_jax.cost import Calibration, Costs, Parts, Rate, Vocabulary
 from eagle_jax.decode import build, generate
+from eagle_jax.device import bytes_per_s, device_name, flops_per_s
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
@@ -23,10 +27,9 @@ from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, using
 from eagle_jax.state import Params, Spec
 from eagle_jax.target.transformer import Target
-from eagle_jax.train.answers import features
 from eagle_jax.train.replay import Nodes, Traced, observe, trace
 from eagle_jax.train.shards import Example
-from eagle_jax.tree import NO_TOKEN, Candidates
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 NUM_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 WIDTHS = (1, 2, 4, 8, 10)
@@ -36,6 +39,7 @@ CANDIDATES: tuple[TreePolicy, ...] = (
 )  # fmt: skip
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
 NUM_KNOTS = 24
+NUM_HALVINGS = 3  # of the draft vocabulary
 NUM_CYCLES = 32
 REPEATS = 3
 
@@ -48,7 +52,7 @@ class Blank(NoDrafter):
     shape = root_B.shape[0], policy.num_nodes
     zero_BA = jnp.zeros(shape)
     token_BA = jnp.full(shape, NO_TOKEN).at[:, 0].set(root_B)
-    return Candidates(token_BA, jnp.zeros(shape, jnp.int32).at[:, 0].set(-1), zero_BA, zero_BA.at[:, 1:].set(-1))
+    return Candidates(token_BA, jnp.zeros(shape, jnp.int32).at[:, 0].set(NO_PARENT), zero_BA, zero_BA.at[:, 1:].set(-1))
 
 
 def cycle_ms(target: Target, params: Params, spec: Spec, *, batch: int, num_prompt: int) -> float:
@@ -77,10 +81,18 @@ def cycle_ms(target: Target, params: Params, spec: Spec, *, batch: int, num_prom
   return 1000 * best
 
 
-def part_costs(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, progress: Callable) -> dict[str, Any]:
-  """`verify_ms`, `root_ms` and `draft_ms` of `Costs`.
+def part_costs(
+  target: Target, drafter: Drafter, *, batch: int = 1, num_prompt: int = 64, progress: Callable = lambda x, **_: x
+) -> Parts:
+  """Times the parts of a cycle.
 
   A level costs what three more of them add to a cycle; the root's share is what a chain of one adds to verification.
+
+  Args:
+    target, drafter: the pair.
+    batch: rows decoded together.
+    num_prompt: context that the parts are timed at, tokens.
+    progress: wraps what takes long, as tqdm does.
   """
 
   def ms(policy: TreePolicy, **changes) -> float:
@@ -90,22 +102,52 @@ def part_costs(target: Target, drafter: Drafter, *, batch: int, num_prompt: int,
   verify_ms = {1: ms(Plain())}
   for size in progress(NUM_NODES[1:], desc='nodes'):
     verify_ms[size] = ms(DynamicTree(10, 10, min(6, size - 1), size), drafter=Blank())
+  num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
   draft_ms = {}
-  for width in progress(WIDTHS, desc='widths'):
+  for width in progress([width for width in WIDTHS if width <= num_ids], desc='widths'):
     shallow, deep = (ms(DynamicTree(width, width, max_depth, 3)) for max_depth in (2, 5))
     draft_ms[width] = max((deep - shallow) / 3, 0.0)
-  return {'verify_ms': verify_ms, 'root_ms': max(ms(Chain(1)) - verify_ms[2], 0.0), 'draft_ms': draft_ms}
+  whole = [policy for policy in (Chain(3), DynamicTree()) if max(policy.fanouts) <= num_ids]
+  target_bytes, drafter_bytes = _bytes_read(target, drafter, batch=batch, num_prompt=num_prompt)
+  dtype = str(target.params['embed']['weight'].dtype)
+  return Parts(
+    device=device_name(),
+    target=target.config.name,
+    drafter=drafter.config.name,
+    dtype=dtype,
+    batch=batch,
+    num_prompt=num_prompt,
+    verify_ms=verify_ms,
+    root_ms=max(ms(Chain(1)) - verify_ms[2], 0.0),
+    draft_ms=draft_ms,
+    whole_ms={policy.describe(): ms(policy) for policy in progress(whole, desc='cycles')},
+    target_bytes=target_bytes,
+    drafter_bytes=drafter_bytes,
+    bytes_per_s=bytes_per_s(),
+    flops_per_s=flops_per_s(dtype),
+    versions={name: version(name) for name in ('eagle_jax', 'jax', 'jaxlib')},
+    date=datetime.date.today().isoformat(),
+  )
 
 
-def recorded(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[Example]:
-  """Plain greedy answers, ready to be traced."""
+def _bytes_read(target: Target, drafter: Drafter, *, batch: int, num_prompt: int) -> tuple[int, int]:
+  """What a target pass and a drafter pass must read: their weights, and the cache behind `num_prompt` tokens. Of an
+  embedding that is no head, they read a few rows only."""
+
+  def size(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+  params, spec = build(target, drafter, policy=Chain(1))
+  caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_prompt), spec.drafter.init(batch, num_prompt)))
+  weights = {name: x for name, x in target.params.items() if name != 'embed' or target.config.tied_head}
+  own = {name: params.drafter[name] for name in ('fc', 'layer', 'head')}
+  return size((weights, caches[0])), size((own, caches[1]))
+
+
+def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[Example]:
+  """Plain decoding's, ready to be traced."""
   answers = [generate(target, None, [prompt], max_new_tokens=max_new_tokens).tokens[0] for prompt in prompts]
-  texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-  made = features(target, [text[:-1] for text in texts])
-  return [
-    Example(number, np.asarray(text, np.int32), np.arange(len(text)) >= len(prompt), feature)
-    for number, (prompt, text, feature) in enumerate(zip(prompts, texts, made, strict=True))
-  ]
+  return examples(target, [Said(number, *said) for number, said in enumerate(zip(prompts, answers, strict=True))])
 
 
 def calibration(nodes: Nodes, traced: Traced) -> Calibration:
@@ -128,7 +170,10 @@ def tune(
   max_new_tokens: int = 64,
   progress: Callable = lambda x, **_: x,
 ) -> Costs:
-  """Times the parts of a cycle, traces the candidates on `prompts`, and decodes with the most promising ones.
+  """Chooses a draft vocabulary, times the parts of a cycle, and finds which policy is fastest.
+
+  All of `CANDIDATES` are traced, and their rates modelled; the most promising decode the prompts, and adaptive trees
+  like them.
 
   Args:
     target, drafter: the pair.
@@ -138,40 +183,53 @@ def tune(
     max_new_tokens: an answer.
     progress: wraps what takes long, as tqdm does.
   """
+  answers = greedy_answers(target, prompts, max_new_tokens=max_new_tokens)
+  num_rows = min(8, len(answers))
+  tried = vocabularies(target, drafter, answers, batch=batch, num_prompt=num_prompt, progress=progress)
+  num_ids = max(tried, key=lambda one: one.tau / one.cycle_ms).num_ids
+  drafter = drafter.first_ids(num_ids)
   parts = part_costs(target, drafter, batch=batch, num_prompt=num_prompt, progress=progress)
-  examples = recorded(target, prompts, max_new_tokens=max_new_tokens)
-  num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
   traces = {
-    policy: trace(target, drafter, examples, policy=policy, num_rows=min(8, len(examples)))
+    policy: trace(target, drafter, answers, policy=policy, num_rows=num_rows)
     for policy in progress(CANDIDATES, desc='traces')
     if max(policy.fanouts) <= num_ids
   }
+  rates = {policy: 1000 * batch * traces[policy].tau / parts.cycle_ms(policy) for policy in traces}
+  ranked = sorted(traces, key=lambda policy: -rates[policy])
   widest = max(traces, key=lambda policy: policy.num_nodes)
-  nodes = observe(target, drafter, examples, policy=widest, num_rows=min(8, len(examples)))
+  nodes = observe(target, drafter, answers, policy=widest, num_rows=num_rows)
+  run = functools.partial(decoded, target, drafter, prompts, batch=batch, max_new_tokens=max_new_tokens)
   costs = Costs(
-    device=device_name(),
-    target=target.config.name,
-    drafter=drafter.config.name,
-    dtype=str(target.params['embed']['weight'].dtype),
-    batch=batch,
-    num_prompt=num_prompt,
-    **parts,
-    policies=(),
+    **vars(parts),
+    policies=_best_first([run(policy) for policy in progress((Plain(), *ranked[:NUM_TIMED]), desc='decoding')]),
+    modelled=tuple(Rate.of(policy, tok_per_s=rates[policy], tau=traces[policy].tau) for policy in ranked),
     calibration=calibration(nodes, traces[widest]),
-    versions={name: version(name) for name in ('eagle_jax', 'jax', 'jaxlib')},
-    date=datetime.date.today().isoformat(),
+    num_ids=num_ids,
+    vocabularies=tried,
   )
-  ranked = sorted(traces, key=lambda policy: -traces[policy].tau / costs.cycle_ms(policy))[:NUM_TIMED]
-  measured = [decoded(target, drafter, prompts, policy, batch, max_new_tokens) for policy in (Plain(), *ranked)]
-  costs = dataclasses.replace(costs, policies=_best_first(measured))
-  for policy in progress(adaptive_forms(costs), desc='adaptive'):
-    measured.append(decoded(target, drafter, prompts, policy, batch, max_new_tokens, costs=costs))
-  return dataclasses.replace(costs, policies=_best_first(measured))
+  adaptive = [run(policy, costs=costs) for policy in progress(adaptive_forms(costs), desc='adaptive')]
+  return dataclasses.replace(costs, policies=_best_first([*costs.policies, *adaptive]))
+
+
+def vocabularies(
+  target: Target, drafter: Drafter, answers: Sequence[Example], *, batch: int, num_prompt: int, progress: Callable
+) -> tuple[Vocabulary, ...]:
+  """What the drafter comes to with all its ids, with the first half of them, the first quarter, ..."""
+  ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
+  spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
+  tried = []
+  for num_ids in progress([len(ids) >> n for n in range(NUM_HALVINGS + 1) if len(ids) >> n], desc='vocabularies'):
+    lesser = drafter.first_ids(num_ids)
+    params, spec = build(target, lesser, policy=Chain(3))
+    ms = cycle_ms(target, params, spec, batch=batch, num_prompt=num_prompt)
+    tau = trace(target, lesser, answers, policy=Chain(3), num_rows=min(8, len(answers))).tau
+    tried.append(Vocabulary(num_ids, float(np.isin(spoken, ids[:num_ids]).mean()), tau, ms))
+  return tuple(tried)
 
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:
   """Adaptive trees around the best fixed one, with the sizes below theirs at which a pass was timed."""
-  best = next((measured.policy for measured in costs.policies if measured.kind != 'plain'), Chain(3))
+  best = next((rate.policy for rate in costs.policies if rate.kind != 'plain'), Chain(3))
   forms = []
   for width, num_nodes in ((1, best.num_nodes), (3, max(8, best.num_nodes)), (4, max(16, best.num_nodes))):
     max_depth = max(best.max_depth, 4)
@@ -186,27 +244,21 @@ def decoded(
   drafter: Drafter,
   prompts: Sequence[Sequence[int]],
   policy: TreePolicy,
+  *,
   batch: int,
   max_new_tokens: int,
-  *,
   costs: Costs | None = None,
-) -> Measured:
+) -> Rate:
   """Real decoding of the prompts, `batch` together, compiled before it is timed."""
   groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-  num_new = num_decoded = num_passes = 0
-  seconds = 0.0
-  for group in groups:
-    for _ in range(2):
-      out = generate(target, drafter, group, max_new_tokens=max_new_tokens, policy=policy, costs=costs)
-      if not out.stats['compile_s']:
-        break
-    num_new, seconds = num_new + out.stats['num_new_tokens'], seconds + out.stats['decode_s']
-    num_decoded += out.stats['num_new_tokens'] - len(group)
-    num_passes += out.stats['num_target_passes']
-  kind = next(name for name, form in KINDS.items() if type(policy) is form)
-  sizes: dict[str, Any] = {field.name: getattr(policy, field.name) for field in dataclasses.fields(KINDS[kind])}
-  return Measured(kind, sizes, num_new / seconds, num_decoded / max(num_passes, 1))
+  stats = [
+    warm(target, drafter, group, max_new_tokens=max_new_tokens, policy=policy, costs=costs).stats for group in groups
+  ]
+  num_new, seconds, num_passes = (
+    sum(of_group[name] for of_group in stats) for name in ('num_new_tokens', 'decode_s', 'num_target_passes')
+  )
+  return Rate.of(policy, tok_per_s=num_new / seconds, tau=(num_new - len(prompts)) / max(num_passes, 1))
 
 
-def _best_first(measured: Sequence[Measured]) -> tuple[Measured, ...]:
-  return tuple(sorted(measured, key=lambda one: -one.tok_per_s))
+def _best_first(rates: Sequence[Rate]) -> tuple[Rate, ...]:
+  return tuple(sorted(rates, key=lambda one: -one.tok_per_s))

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft import Outlook
@@ -17,6 +18,18 @@ class Drafter:
 
   config: DrafterConfig
   params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
+
+  def with_ids(self, ids: Any) -> 'Drafter':
+    """Drafts these of the target's ids only, [U] i32. The head is the target's, so nothing is trained anew (FR-Spec,
+    arXiv:2502.14856)."""
+    config = dataclasses.replace(self.config, draft_vocab_size=len(ids))
+    return Drafter(config, {**self.params, 'ids': jnp.asarray(ids, jnp.int32)})
+
+  def first_ids(self, num_ids: int) -> 'Drafter':
+    """Drafts the first `num_ids` of its ids only: those that `launch/train.py` found most frequent."""
+    if num_ids == (self.config.draft_vocab_size or self.config.vocab_size):
+      return self
+    return self.with_ids(self.params['ids'][:num_ids] if 'ids' in self.params else jnp.arange(num_ids))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ def batches(
 
 
 def frequent_ids(examples: Sequence[Example], *, size: int, vocab_size: int, forced: Sequence[int] = ()) -> np.ndarray:
-  """[U] i32, ascending: the `size` ids that the target's answers hold most often, the `forced` ones included.
+  """[U] i32: the `forced` ids, then those that the target's answers hold most often, in this order, `size` in all.
 
   Source: FR-Spec, arXiv:2502.14856.
   """
@@ -111,4 +111,4 @@ def frequent_ids(examples: Sequence[Example], *, size: int, vocab_size: int, for
   for example in examples:
     np.add.at(count_V, example.token[example.is_answer], 1)
   count_V[list(forced)] = np.iinfo(np.int64).max
-  return np.sort(np.argsort(-count_V, kind='stable')[:size]).astype(np.int32)
+  return np.argsort(-count_V, kind='stable')[:size].astype(np.int32)

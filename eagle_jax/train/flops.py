@@ -1,10 +1,4 @@
-"""How much arithmetic a training step is, and how much the device can do: together, model FLOP utilisation."""
-
-import functools
-import time
-
-import jax
-import jax.numpy as jnp
+"""How much arithmetic a training step is."""
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.train.step import Recipe
@@ -23,20 +17,3 @@ def step_flops(config: DrafterConfig, recipe: Recipe, *, num_ids: int) -> float:
   num_steps = recipe.objective.num_steps
   place = 6 * num_steps * (layer + attention) + 2 * (1 + 2 * num_steps) * num_ids * width
   return float(place * recipe.num_rows * recipe.num_places)
-
-
-@functools.cache
-def measured_flops(dtype: str) -> float:
-  """FLOPs a second of all devices together in a large matrix product, measured: the best of three."""
-  size = 1024 if jax.default_backend() == 'cpu' else 8192
-  precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else jax.lax.Precision.DEFAULT
-  square = jnp.ones((size, size), dtype)
-  product = jax.jit(functools.partial(jnp.matmul, precision=precision))
-  product(square, square).block_until_ready()
-
-  def seconds() -> float:
-    start = time.perf_counter()
-    product(square, square).block_until_ready()
-    return time.perf_counter() - start
-
-  return jax.device_count() * 2 * size**3 / min(seconds() for _ in range(3))

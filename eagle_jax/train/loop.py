@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from eagle_jax.config import DrafterConfig
+from eagle_jax.device import flops_per_s
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree
@@ -22,7 +23,7 @@ from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log
 from eagle_jax.train.data import Packed, batches, frequent_ids
-from eagle_jax.train.flops import measured_flops, step_flops
+from eagle_jax.train.flops import step_flops
 from eagle_jax.train.replay import trace
 from eagle_jax.train.shards import Example
 from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
@@ -221,7 +222,7 @@ class Meter:
   def __init__(self, config: DrafterConfig, recipe: Recipe, frozen: Frozen, *, first: int, progress: bool):
     self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not progress)
     self._flops = step_flops(config, recipe, num_ids=frozen.head.shape[0])
-    self._peak = measured_flops(recipe.dtype)
+    self._peak = flops_per_s(recipe.dtype)
     self._shown: dict[str, str] = {}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0
 

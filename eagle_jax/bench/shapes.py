@@ -1,0 +1,54 @@
+"""Pairs of known shapes with random weights: what a cycle costs does not depend on what the weights say."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.target.transformer import Target, TransformerTarget
+
+_SIZES: dict[str, dict[str, Any]] = {
+  'tiny': {
+    'vocab_size': 512, 'width': 256, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 64, 'ffn_width': 512
+  },
+  'smollm2_135m': {
+    'vocab_size': 49152, 'width': 576, 'num_heads': 9, 'num_kv_heads': 3, 'head_dim': 64, 'ffn_width': 1536,
+    'rope_theta': 100_000.0,
+  },
+  'llama3_8b': {
+    'vocab_size': 128256, 'width': 4096, 'num_heads': 32, 'num_kv_heads': 8, 'head_dim': 128, 'ffn_width': 14336,
+    'rope_theta': 500_000.0,
+  },
+}  # fmt: skip
+_TARGETS: dict[str, dict[str, Any]] = {
+  'tiny': {'num_layers': 2},
+  'smollm2_135m': {'num_layers': 30, 'tied_head': True},
+  'llama3_8b': {'num_layers': 32},
+}
+NAMES = tuple(_SIZES)
+
+
+def configs(name: str, *, draft_vocab_size: int | None = None) -> tuple[TargetConfig, DrafterConfig]:
+  """Those of a target and of an EAGLE-2 drafter for it.
+
+  Args:
+    name: one of `NAMES`.
+    draft_vocab_size: None: the drafter drafts all ids.
+  """
+  sizes = _SIZES[name]
+  target = TargetConfig(**sizes, **_TARGETS[name], max_context=8192, name=f'random-{name}')
+  return target, DrafterConfig(**sizes, fc_bias=False, draft_vocab_size=draft_vocab_size, name=f'random-{name}-eagle2')
+
+
+def random_pair(name: str, *, dtype: Any, draft_vocab_size: int | None = None) -> tuple[Target, Drafter]:
+  """A target and its drafter; the weights are made on the device. See `configs`."""
+  target, drafter = configs(name, draft_vocab_size=draft_vocab_size)
+  target_key, drafter_key = jax.random.split(jax.random.key(0))
+  target_params = jax.jit(TransformerTarget(target, jnp.dtype(dtype)).init_params)(target_key)
+  drafter_params = jax.jit(Eagle(drafter, jnp.dtype(dtype)).init_params)(drafter_key)
+  if draft_vocab_size is not None:
+    drafter_params |= {'ids': jnp.arange(draft_vocab_size, dtype=jnp.int32)}
+  return Target(target, target_params), Drafter(drafter, drafter_params)

@@ -1,0 +1,50 @@
+"""What the devices at hand are called, and what they can do at best: measured, since data sheets are optimistic."""
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_TRIES = 5
+
+
+def device_name() -> str:
+  """Kind and number of devices; of a CPU, the number of its cores, which decides what rows cost."""
+  kind, count = jax.devices()[0].device_kind, jax.device_count()
+  cores = f'-{len(os.sched_getaffinity(0))}cores' if jax.default_backend() == 'cpu' else ''
+  return f'{kind}{cores}' if count == 1 else f'{count}x{kind}{cores}'
+
+
+@functools.cache
+def flops_per_s(dtype: str) -> float:
+  """FLOPs a second of all devices together in a large matrix product, a multiply-add being two: the best of a few."""
+  size = 1024 if jax.default_backend() == 'cpu' else 8192
+  precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else jax.lax.Precision.DEFAULT
+  product = jax.jit(functools.partial(jnp.matmul, precision=precision))
+  square = jnp.ones((size, size), dtype)
+  return jax.device_count() * 2 * size**3 / _seconds(product, square, square)
+
+
+@functools.cache
+def bytes_per_s() -> float:
+  """Bytes a second that all devices together read from memory, in a product of a large matrix and a vector: the best of
+  a few. A plain decoding step is little else."""
+  rows, columns = (2**16, 2**11) if jax.default_backend() == 'cpu' else (2**18, 2**12)  # 0.5 and 4 GiB
+  matrix, vector = jnp.ones((rows, columns), jnp.float32), jnp.ones((columns, 1), jnp.float32)
+  return jax.device_count() * matrix.nbytes / _seconds(jax.jit(jnp.matmul), matrix, vector)
+
+
+def _seconds(run: Callable, *args: Any) -> float:
+  """The least of a few runs, the first, which compiles, apart."""
+  jax.block_until_ready(run(*args))
+
+  def once() -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run(*args))
+    return time.perf_counter() - start
+
+  return min(once() for _ in range(_TRIES))
