@@ -4,13 +4,15 @@ import dataclasses
 import json
 import logging
 
+import jax
 import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import cost, decode
-from eagle_jax.bench import tune
-from eagle_jax.cost import Calibration, Costs, Rate, Vocabulary, between
+from eagle_jax import cost, decode, device
+from eagle_jax.bench import shapes, tune
+from eagle_jax.bench.plots import plot_costs
+from eagle_jax.cost import Calibration, Costs, Parts, Rate, Vocabulary, between
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
 
 COSTS = Costs(
@@ -25,6 +27,8 @@ COSTS = Costs(
   modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0),), num_ids=None,
   vocabularies=(Vocabulary(64, 0.75, 2.0, 17.0),),
 )  # fmt: skip
+
+PARTS = Parts(**{field.name: getattr(COSTS, field.name) for field in dataclasses.fields(Parts)})
 
 
 @pytest.fixture
@@ -68,6 +72,32 @@ def test_a_table_shows_everything():
   assert '| target pass, 8 nodes | 21.00 | 2.10 | 2.62 |' in text
   assert '| 2.50 | 200.0 |' in text
   assert '| 64 | 75.0% | 2.00 | 17.00 |' in text
+
+
+def test_costs_are_plotted(tmp_path):
+  plot_costs(COSTS, tmp_path / 'all.png')
+  assert {path.name for path in tmp_path.iterdir()} == {'all.png', 'all_speedup.png'}
+  plot_costs(PARTS, tmp_path / 'parts.png')
+  assert (tmp_path / 'parts.png').read_bytes().startswith(b'\x89PNG')
+  assert not (tmp_path / 'parts_speedup.png').exists()
+
+
+def test_parts_alone_are_stored_apart(here):
+  assert cost.write(PARTS).parent != cost.write(COSTS).parent
+  assert '| whole cycle, chain(max_depth=3) | 18.00 | 1.80 | |' in cost.table(PARTS)
+
+
+def test_what_the_device_can_do_is_plausible(monkeypatch):
+  monkeypatch.setattr(device, '_TRIES', 1)
+  assert 1e8 < device.flops_per_s('float32') < 1e16
+  assert 1e8 < device.bytes_per_s() < 1e14
+
+
+def test_a_random_pair_decodes():
+  target, drafter = shapes.random_pair('tiny', dtype='bfloat16', draft_vocab_size=100)
+  assert {str(x.dtype) for x in jax.tree.leaves((target.params, drafter.params))} == {'bfloat16', 'int32'}
+  out = decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=4, policy=Chain(1))
+  assert len(out.tokens[0]) == 4
 
 
 def test_a_floor_is_memory_for_few_rows_and_arithmetic_for_many():

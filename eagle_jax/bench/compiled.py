@@ -1,0 +1,134 @@
+"""What the compiler says of a decode step for devices that need not be there: bytes, FLOPs, its own estimate of time.
+
+Only shapes go in, nothing is allocated and nothing runs.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.bench.tune import Blank
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.policy import DynamicTree, Plain, TreePolicy
+from eagle_jax.loop import decode_step
+from eagle_jax.prefill import prepare, run_prefill
+from eagle_jax.sampling import Sampling
+from eagle_jax.sharding import make_mesh, param_sharding, param_shardings
+from eagle_jax.state import Params, Spec
+from eagle_jax.target.transformer import TransformerTarget
+
+# XLA:TPU copies weights into fast memory ahead of their use, and `cost_analysis` counts such a byte three times: read,
+# written, read again. Without these copies 'bytes accessed' is what crosses the main memory's bus.
+NO_COPIES_AHEAD = {'xla_msa_enable': 'false'}
+
+
+class Estimate(NamedTuple):
+  """The compiler's numbers of a program, of one device."""
+
+  bytes_accessed: float
+  flops: float
+  optimal_s: float  # NaN where the compiler gives none
+  temporary_bytes: float
+
+  @classmethod
+  def of(cls, program: Any) -> 'Estimate':
+    cost, memory = program.cost_analysis(), program.memory_analysis()
+    return cls(cost['bytes accessed'], cost['flops'], cost.get('optimal_seconds', np.nan), memory.temp_size_in_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapedPair:
+  """A target and a drafter as shapes, in bfloat16, spread over devices as one model."""
+
+  target: TargetConfig
+  drafter: DrafterConfig
+  devices: Sequence[Any]
+  num_prompt: int = 1024  # tokens
+  max_new_tokens: int = 128
+
+  @property
+  def mesh(self):
+    return make_mesh(self.devices, num_model=len(self.devices))
+
+  def params(self) -> Params:
+    """Of target and drafter, as `decode.build` gives them."""
+    target = self._placed(TransformerTarget(self.target, jnp.bfloat16))
+    own = self._placed(Eagle(self.drafter, jnp.bfloat16))
+    num_ids = self.drafter.draft_vocab_size or self.drafter.vocab_size
+    head = target.get('head', target['embed'])['weight']
+    ids = jax.ShapeDtypeStruct((num_ids,), jnp.int32, sharding=param_sharding(['ids'], (num_ids,), self.mesh))
+    shape = num_ids, head.shape[1]
+    drafts = jax.ShapeDtypeStruct(shape, head.dtype, sharding=param_sharding(['head', 'weight'], shape, self.mesh))
+    return Params(target, {**own, 'embed': target['embed']['weight'], 'head': drafts, 'ids': ids})
+
+  def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
+    """Static description; `drafter` stands in for the EAGLE head."""
+    network = TransformerTarget(self.target, jnp.bfloat16)
+    return Spec(network, drafter or Eagle(self.drafter, jnp.bfloat16), policy)
+
+  def prefill(self, spec: Spec) -> tuple[Any, Any]:
+    """The compiled prefill of one row, and the shapes of the state that it returns."""
+    params = self.params()
+    arguments, static = prepare(
+      params,
+      np.zeros((1, self.num_prompt), np.int32),
+      np.ones(1, np.int32),
+      spec=spec,
+      max_new_tokens=self.max_new_tokens,
+      sampling=Sampling.of(),
+      row_ids=None,
+      eos_ids=(1,),
+    )
+    with jax.set_mesh(self.mesh):
+      lowered = run_prefill.lower(*arguments, **static)
+      program = lowered.compile()
+    return program, placed(lowered.out_info, program.output_shardings)
+
+  def compile(self, run: Any, state: Any, spec: Spec, options: Mapping[str, str] | None = None) -> Any:
+    """`loop.decode_step` or `decode_loop` behind `state`."""
+    with jax.set_mesh(self.mesh):
+      return run.lower(self.params(), state, spec=spec).compile(options)
+
+  def _placed(self, network) -> Any:
+    shapes = jax.eval_shape(network.init_params, jax.random.key(0))
+    return placed(shapes, param_shardings(shapes, self.mesh))
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+  """Shapes that know where they live."""
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict[str, Estimate]:
+  """The plain step, target passes over trees of `sizes` nodes, and EAGLE-2's cycle; a draft pass by difference."""
+  _, state = pair.prefill(pair.spec(DynamicTree()))
+
+  def estimate(policy: TreePolicy, drafter: Any = None) -> Estimate:
+    behind = state if drafter is None else state._replace(drafter=())
+    return Estimate.of(pair.compile(decode_step, behind, pair.spec(policy, drafter), NO_COPIES_AHEAD))
+
+  found = {'plain step': estimate(Plain(), NoDrafter())}
+  found |= {f'target pass, {size} nodes': estimate(DynamicTree(16, 16, 6, size), Blank()) for size in sizes}
+  shallow, deep = estimate(DynamicTree(max_depth=5)), estimate(DynamicTree())
+  found['one more level of 10'] = Estimate(*(b - a for a, b in zip(shallow, deep, strict=True)))
+  return found | {'whole cycle, 60 nodes': deep}
+
+
+def table(found: Mapping[str, Estimate]) -> str:
+  """Markdown; the last columns are in plain steps."""
+  plain = found['plain step']
+  lines = [
+    '| program | GB accessed | GFLOP | optimal ms | temporary MB | bytes, plain steps | time, plain steps |',
+    '|---|---|---|---|---|---|---|',
+  ]
+  for name, one in found.items():
+    numbers = one.bytes_accessed / 1e9, one.flops / 1e9, 1000 * one.optimal_s, one.temporary_bytes / 1e6
+    ratios = one.bytes_accessed / plain.bytes_accessed, one.optimal_s / plain.optimal_s
+    lines.append(f'| {name} | ' + ' | '.join(f'{x:.2f}' for x in (*numbers, *ratios)) + ' |')
+  return '\n'.join(lines)

@@ -1,0 +1,34 @@
+"""What the TPU compiler says of a decode step, for a TPU that need not be there: compiled for, not run on.
+
+JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python launch/compile_cost.py --shape=llama3_8b --topology=v5e:2x2
+
+Needs libtpu (extra: tpu). Bytes, FLOPs and times are of one device.
+"""
+
+import json
+
+import entry
+from absl import flags
+from jax.experimental import topologies
+
+from eagle_jax.bench import compiled, shapes
+
+FLAGS = flags.FLAGS
+flags.DEFINE_enum('shape', 'llama3_8b', shapes.NAMES, 'Of target and drafter, in bfloat16.')
+flags.DEFINE_string('topology', 'v5e:2x2', 'Of TPUs, as jax.experimental.topologies names them.')
+flags.DEFINE_integer('num_devices', 4, 'Of the topology, that share one model.', lower_bound=1)
+flags.DEFINE_integer('draft_vocab_size', None, 'Ids that the drafter drafts; default all.', lower_bound=1)
+flags.DEFINE_integer('context', 1024, 'Tokens before the step.', lower_bound=1)
+flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output.')
+
+
+def main(_):
+  devices = topologies.get_topology_desc(platform='tpu', topology_name=FLAGS.topology).devices
+  configs = shapes.configs(FLAGS.shape, draft_vocab_size=FLAGS.draft_vocab_size)
+  pair = compiled.ShapedPair(*configs, devices[: FLAGS.num_devices], num_prompt=FLAGS.context)
+  found = compiled.steps(pair)
+  print(json.dumps({name: one._asdict() for name, one in found.items()}) if FLAGS.json else compiled.table(found))
+
+
+if __name__ == '__main__':
+  entry.run(main)
