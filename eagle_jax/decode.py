@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,7 +47,9 @@ class Generation:
   tokens: list[list[int]]  # new tokens only, with the EOS that ended them, if one did
   text: list[str] | None  # without special tokens; None without a tokenizer
   num_accepted: list[list[int]]  # by target pass: the drafted tokens emitted from it
-  stats: dict[str, Any]  # of the batch: num_target_passes, tau, prefill_s, decode_s, compile_s, tok_per_s, policy
+  # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s,
+  # prefill_s, decode_s, compile_s, policy.
+  stats: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,26 +204,40 @@ def generate(
     run, loop_compile_s = _LOOP.compile(params, state, spec=spec)
     start = time.perf_counter()
     state = run(params, state)
-    counts = state.tokens, state.num_tokens, state.num_accepted, state.num_passes
-    tokens_BN, length_B, num_accepted_BN, num_passes_B = map(np.asarray, jax.device_get(counts))
+    tokens_BN, num_accepted_BN, work = jax.device_get((state.tokens, state.num_accepted, Work.of(state)))
     decode_s = time.perf_counter() - start
-  tokens = [row[:length].tolist() for row, length in zip(tokens_BN, length_B, strict=True)]
-  num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, num_passes_B, strict=True)]
+  tokens = [row[:length].tolist() for row, length in zip(tokens_BN, work.num_tokens, strict=True)]
+  num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, work.num_passes, strict=True)]
   seconds = {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
   text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
-  return Generation(tokens, text, num_accepted, _stats(length_B, num_passes_B, spec, seconds))
+  return Generation(tokens, text, num_accepted, work.stats(spec, seconds))
 
 
-def _stats(num_tokens_B, num_passes_B, spec: Spec, seconds: dict[str, float]) -> dict[str, Any]:
-  num_new, num_passes = int(np.sum(num_tokens_B)), int(np.sum(num_passes_B))
-  return {
-    'num_new_tokens': num_new,
-    'num_target_passes': num_passes,
-    'tau': (num_new - len(num_tokens_B)) / num_passes if num_passes else 1.0,
-    'tok_per_s': num_new / seconds['decode_s'] if seconds['decode_s'] else 0.0,
-    **seconds,
-    'policy': spec.policy.describe(),
-  }
+class Work(NamedTuple):
+  """What decoding came to so far, by row; see `DecodeState`."""
+
+  num_tokens: np.ndarray
+  num_passes: np.ndarray
+  num_nodes: np.ndarray
+  num_levels: np.ndarray
+
+  @classmethod
+  def of(cls, state: DecodeState) -> 'Work':
+    return cls(*(getattr(state, name) for name in cls._fields))
+
+  def stats(self, spec: Spec, seconds: dict[str, float]) -> dict[str, Any]:
+    """`Generation.stats`."""
+    num_new, num_passes, num_nodes, num_levels = (int(np.sum(x_B)) for x_B in self)
+    return {
+      'num_new_tokens': num_new,
+      'num_target_passes': num_passes,
+      'tau': (num_new - len(self.num_tokens)) / num_passes if num_passes else 1.0,
+      'nodes_per_pass': num_nodes / max(num_passes, 1),
+      'levels_per_pass': num_levels / max(num_passes, 1),
+      'tok_per_s': num_new / seconds['decode_s'] if seconds['decode_s'] else 0.0,
+      **seconds,
+      'policy': spec.policy.describe(),
+    }
 
 
 def stream(
@@ -257,7 +273,7 @@ class Stream(Iterator[Chunk]):
   def __init__(self, target: Target, params: Params, spec: Spec, arguments: tuple, static: dict[str, Any]):
     self._spec = spec
     self._detokenizer = Detokenizer(target.tokenizer) if target.tokenizer else None
-    self._num_tokens, self._num_passes = 0, 0
+    self._work = Work(*np.zeros((len(Work._fields), 1), np.int32))
     self._seconds = {'prefill_s': 0.0, 'decode_s': 0.0, 'compile_s': 0.0}
     self._chunks = self._make_chunks(target, params, arguments, static)
 
@@ -266,7 +282,7 @@ class Stream(Iterator[Chunk]):
 
   @property
   def stats(self) -> dict[str, Any]:
-    return _stats([self._num_tokens], [self._num_passes], self._spec, self._seconds)
+    return self._work.stats(self._spec, self._seconds)
 
   def _make_chunks(self, target: Target, params: Params, arguments: tuple, static: dict[str, Any]) -> Iterator[Chunk]:
     with using(mesh_of(target.params)):
@@ -288,14 +304,16 @@ class Stream(Iterator[Chunk]):
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
     """What the newest step added, and whether it was the last."""
-    row = jax.device_get((state.tokens, state.num_tokens, state.num_accepted, state.num_passes, state.is_done))
-    tokens_N, num_tokens, num_accepted_N, num_passes, is_done = (np.asarray(x)[0] for x in row)
-    tokens = tokens_N[self._num_tokens : num_tokens].tolist()
-    self._num_tokens, self._num_passes = int(num_tokens), int(num_passes)
+    tokens_1N, num_accepted_1N, is_done, work = jax.device_get(
+      (state.tokens, state.num_accepted, state.is_done, Work.of(state))
+    )
+    tokens = tokens_1N[0, self._work.num_tokens[0] : work.num_tokens[0]].tolist()
+    self._work = work
+    num_passes = int(work.num_passes[0])
     text = ''
     if self._detokenizer:
       text = self._detokenizer.push(tokens) + (self._detokenizer.flush() if is_done else '')
-    return Chunk(text, tokens, int(num_accepted_N[num_passes - 1]) if num_passes else 0), bool(is_done)
+    return Chunk(text, tokens, int(num_accepted_1N[0, num_passes - 1]) if num_passes else 0), bool(is_done)
 
 
 def _request(target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids):

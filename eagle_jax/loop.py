@@ -1,14 +1,17 @@
 """The decode loop: draft, target pass, verify, commit, all in one compiled program."""
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eagle_jax.cache import NewRows
 from eagle_jax.commit import at_rows, commit
 from eagle_jax.draft import Outlook
+from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import choose, perturbation
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.tree import Candidates, DraftTree, ancestor_mask, depth, padded, rerank
@@ -63,6 +66,13 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
   return Checked(padded(tree, spec.policy.num_nodes), verdict, at_rows(taps, verdict.path), rows.at(verdict.path))
 
 
+def num_drafted(candidates: Candidates, policy: TreePolicy) -> jax.Array:
+  """[] i32, how many levels were drafted: those left out have no used node."""
+  ends = np.cumsum([1, *(width * fanout for width, fanout in zip(policy.widths, policy.fanouts, strict=True))])
+  is_used_A = (candidates.log_q > -jnp.inf).any(axis=0)
+  return sum((is_used_A[a:b].any().astype(jnp.int32) for a, b in itertools.pairwise(ends)), jnp.int32(0))
+
+
 class Cycle(NamedTuple):
   """What one cycle came to, a row each."""
 
@@ -75,11 +85,13 @@ def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   look = outlook(params, state, spec=spec)
   candidates = spec.drafter.propose(params.drafter, state.drafter, state.root, spec.policy, look)
   sizes = [functools.partial(check, params, state, candidates, num_nodes=n, spec=spec) for n in spec.policy.sizes]
-  if len(sizes) == 1:
-    checked = sizes[0]()
-  else:
-    checked = jax.lax.switch(spec.policy.best_size(params.economy, candidates.log_q, ~state.is_done), sizes)
-  return Cycle(commit(params, state, checked.verdict, checked.taps, checked.rows, spec=spec), checked)
+  is_live_B = ~state.is_done
+  best = spec.policy.best_size(params.economy, candidates.log_q, is_live_B)
+  checked = jax.lax.switch(best, sizes) if len(sizes) > 1 else sizes[0]()
+  after = commit(params, state, checked.verdict, checked.taps, checked.rows, spec=spec)
+  num_nodes = state.num_nodes + jnp.where(is_live_B, jnp.asarray(spec.policy.sizes, jnp.int32)[best], 0)
+  num_levels = state.num_levels + jnp.where(is_live_B, num_drafted(candidates, spec.policy), 0)
+  return Cycle(after._replace(num_nodes=num_nodes, num_levels=num_levels).constrained(), checked)
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')

@@ -131,6 +131,8 @@ def run_prefill(
     num_tokens=one_B,
     num_accepted=jnp.zeros((batch, num_new), jnp.int32),
     num_passes=0 * one_B,
+    num_nodes=0 * one_B,
+    num_levels=0 * one_B,
     is_done=is_eos(root_B, limits) | (limits.max_new_tokens <= 1),
     row_id=row_id_B,
     sampling=sampling,

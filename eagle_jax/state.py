@@ -56,6 +56,8 @@ class DecodeState(NamedTuple):
   num_tokens: jax.Array  # [B] i32, emitted, at most max_new_tokens
   num_accepted: jax.Array  # [B, N] i32, drafted tokens emitted by each target pass; past `num_passes` lies scratch
   num_passes: jax.Array  # [B] i32, decode steps in which the row was live; prefill is none
+  num_nodes: jax.Array  # [B] i32, tree nodes in these passes, unused ones too: what they cost
+  num_levels: jax.Array  # [B] i32, levels drafted for them
   is_done: jax.Array  # [B] bool
   row_id: jax.Array  # [B] i32, keys the noise
   sampling: Sampling
@@ -63,6 +65,16 @@ class DecodeState(NamedTuple):
 
   def constrained(self) -> 'DecodeState':
     """The same, every row on its mesh axis: what a step returns lies as what it took, so one program runs them all."""
-    by_row = ('root', 'tokens', 'num_tokens', 'num_accepted', 'num_passes', 'is_done', 'row_id')
+    by_row = (
+      'root',
+      'tokens',
+      'num_tokens',
+      'num_accepted',
+      'num_passes',
+      'num_nodes',
+      'num_levels',
+      'is_done',
+      'row_id',
+    )
     rows: dict[str, Any] = {name: constrain_rows(getattr(self, name)) for name in by_row}
     return self._replace(cache=self.cache._replace(length=constrain_rows(self.cache.length)), **rows)

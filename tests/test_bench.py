@@ -155,8 +155,8 @@ def answered(
   plain_tokens = list(spec if plain is None else plain)
   return Answered(
     task, question_id, turn, 0.0, repeat, 0, [1],
-    Timed(plain_tokens, [0] * (len(plain_tokens) - 1), 0.1, seconds[0]),
-    Timed(list(spec), list(num_accepted), 0.1, seconds[1]), gap,
+    Timed(plain_tokens, [0] * (len(plain_tokens) - 1), 1, 0, 0.1, seconds[0]),
+    Timed(list(spec), list(num_accepted), 4, 2, 0.1, seconds[1]), gap,
   )  # fmt: skip
 
 
@@ -183,6 +183,7 @@ def test_summary_by_hand():
   assert pooled['tau'] == (6 + 7 + 2 + 1) / 8
   assert out['mean'] == {name: (a[name] + b[name]) / 2 for name in pooled}
   details = out['details']['pooled']
+  assert (details['nodes_per_pass'], details['levels_per_pass']) == (4, 2)
   assert (details['near_ties'], details['defects'], details['not_in_tau_paper']) == (1, 1, 2)
   assert details['num_accepted'] == [3, 2, 3]
   assert out['details']['a']['repetition'] == pytest.approx(1 / (4 + 5))

@@ -131,6 +131,14 @@ def test_auto_takes_what_was_fastest(here, caplog):
   assert decode.build(target, drafter)[1].policy == Plain()
 
 
+@pytest.mark.parametrize(('tok_per_s', 'work'), [(1e-6, (6, 3)), (1e9, (1, 1))])
+def test_an_adaptive_policy_does_what_pays_and_says_how_much(here, tok_per_s, work):
+  fastest = dataclasses.replace(COSTS.policies[0], tok_per_s=tok_per_s)
+  costs = dataclasses.replace(COSTS, policies=(fastest,))
+  out = decode.generate(tiny.target(), tiny.drafter(), [[1, 2, 3], [4]], max_new_tokens=9, costs=costs)
+  assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == work
+
+
 def test_an_adaptive_policy_needs_costs(here):
   with pytest.raises(ValueError, match='adaptive.*run launch/cost.py'):
     decode.build(tiny.target(), tiny.drafter(), policy=Adaptive(2, 2, 3, 6))

@@ -82,11 +82,13 @@ def test_generate_is_plain(target, drafter, plain, policy):
     assert out.stats['num_new_tokens'] == sum(map(len, out.tokens)) == NUM_NEW * len(PROMPTS)
     assert out.stats['tau'] == (NUM_NEW - 1) * len(PROMPTS) / out.stats['num_target_passes']
     assert out.stats['policy'] == policy.describe()
+    assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == (policy.num_nodes, policy.max_depth)
 
 
 def test_plain_counts(plain):
   for out in plain:
     assert out.stats['tau'] == 1
+    assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == (1, 0)
     assert out.stats['policy'] == 'plain'
     assert out.num_accepted == [[0] * (NUM_NEW - 1)] * len(PROMPTS)
     assert len({tuple(row) for row in out.tokens}) == len(PROMPTS)

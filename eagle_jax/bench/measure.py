@@ -28,13 +28,15 @@ class Timed(NamedTuple):
 
   tokens: list[int]
   num_accepted: list[int]  # by target pass; see `decode.Generation`
+  nodes_per_pass: float
+  levels_per_pass: float
   prefill_s: float
   decode_s: float
 
   @classmethod
   def of(cls, generation: Generation) -> 'Timed':
-    seconds = generation.stats['prefill_s'], generation.stats['decode_s']
-    return cls(generation.tokens[0], generation.num_accepted[0], *seconds)
+    stats = {name: generation.stats[name] for name in cls._fields[2:]}
+    return cls(generation.tokens[0], generation.num_accepted[0], **stats)
 
 
 class Answered(NamedTuple):

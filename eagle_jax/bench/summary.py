@@ -40,7 +40,8 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
   """What stands behind the six numbers.
 
   Returns:
-    `num_answers`. `near_ties`, `defects`: texts that differ, by how close plain decoding's choice was.
+    `num_answers`. `nodes_per_pass` and `levels_per_pass`, verified and drafted.
+    `near_ties`, `defects`: texts that differ, by how close plain decoding's choice was.
     `plain_spread`, `spec_spread`: standard deviation of tokens/s from repeat to repeat; None for one repeat.
     `acceptance`: by depth; see `Traced.acceptance`. `num_accepted`: target passes by drafted tokens accepted: 0, 1, ...
     `repetition`: the share of places in the text at which `NGRAM` tokens end that came before in it: greedy text of
@@ -51,6 +52,8 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
   num_accepted = np.concatenate([np.asarray(row, np.int64) for row in trace.num_accepted])
   return {
     'num_answers': len(answers),
+    'nodes_per_pass': _by_pass(answers, 'nodes_per_pass'),
+    'levels_per_pass': _by_pass(answers, 'levels_per_pass'),
     'near_ties': sum(gap < NEAR_TIE for gap in gaps),
     'defects': sum(gap >= NEAR_TIE for gap in gaps),
     'plain_spread': _spread(answers, 'plain'),
@@ -97,6 +100,12 @@ def repetition(texts: Iterable[Sequence[int]]) -> float:
     ngrams = [tuple(text[i : i + NGRAM]) for i in range(len(text) - NGRAM + 1)]
     num_ngrams, num_new = num_ngrams + len(ngrams), num_new + len(set(ngrams))
   return 1 - num_new / num_ngrams if num_ngrams else 0.0
+
+
+def _by_pass(answers: Iterable[Answered], name: str) -> float:
+  """The mean over all speculative target passes."""
+  means, weights = zip(*((getattr(a.spec, name), len(a.spec.num_accepted)) for a in answers), strict=True)
+  return float(np.dot(means, weights) / max(sum(weights), 1))
 
 
 def _spread(answers: Iterable[Answered], which: str) -> float | None:

@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip('torch')
 
 import torch
-import transformers
+from torch_llama import llama, llama_of
 
 from eagle_jax.config import TargetConfig
 from eagle_jax.target.transformer import Transformer
 from eagle_jax.weights import naming
-from eagle_jax.weights.load import assemble, flatten
+from eagle_jax.weights.load import assemble
 
 pytestmark = pytest.mark.parity
 
@@ -38,22 +38,7 @@ SHAPES = {
 def reference_model(config: TargetConfig):
   """transformers' Llama of these shapes, every weight random, norm scales too."""
   torch.manual_seed(0)
-  model = transformers.LlamaForCausalLM(
-    transformers.LlamaConfig(
-      vocab_size=config.vocab_size,
-      hidden_size=config.width,
-      intermediate_size=config.ffn_width,
-      num_hidden_layers=config.num_layers,
-      num_attention_heads=config.num_heads,
-      num_key_value_heads=config.num_kv_heads,
-      head_dim=config.head_dim,
-      max_position_embeddings=config.max_context,
-      rms_norm_eps=config.norm_eps,
-      rope_parameters={'rope_type': 'default', 'rope_theta': config.rope_theta},
-      tie_word_embeddings=config.tied_head,
-      attn_implementation='eager',
-    )
-  ).eval()
+  model = llama(config, attn_implementation='eager')
   for parameter in model.parameters():
     torch.nn.init.normal_(parameter, std=0.3)
   return model
@@ -91,11 +76,7 @@ def test_tiny_llamas(shape, tied):
 def test_smollm2(smollm2):
   """The GGUF's q and k rows turned back, its RoPE base and its norms: one wrong and the logits part."""
   config = smollm2.config
-  model = reference_model(config)
-  tensors = flatten(smollm2.params, naming.hf_table(config))
-  state = {name: torch.tensor(array) for name, array in tensors.items()}
-  state['lm_head.weight'] = state['model.embed_tokens.weight']
-  model.load_state_dict(state)
+  model = llama_of(smollm2, attn_implementation='eager')
   token_BL = np.asarray([smollm2.tokenizer.encode_prompt('Explain why the sky is blue.')], np.int32)
   theirs = reference_logits(model, token_BL)
   assert relative_error(our_logits(config, smollm2.params, token_BL), theirs) <= TOLERANCE
