@@ -30,7 +30,7 @@ DRAFTER = DrafterConfig(
   draft_vocab_size=8192,
   name='smollm2-135m-eagle2',
 )
-DATA = {'short': Data(num_shards=17), 'middle': Data(num_shards=3, min_prompt=129, max_prompt=320)}
+DATA = {'short': Data(num_shards=27), 'middle': Data(num_shards=3, min_prompt=129, max_prompt=320)}
 RECIPE = Recipe(
   num_steps=1700,
   objective=Objective(num_steps=3, step_decay=0.8, top_k_cross_entropy=1.0),
@@ -40,6 +40,6 @@ FAR = Data(num_shards=2, shard_size=160, num_rows=32, num_refill=8, min_prompt=3
 VARIANTS = {
   'long': {
     'DATA': {**DATA, 'far': FAR},
-    'RECIPE': dataclasses.replace(RECIPE, num_steps=300, num_rows=2, num_places=1024, learning_rate=5e-4),
+    'RECIPE': dataclasses.replace(RECIPE, num_steps=900, num_rows=2, num_places=1024, learning_rate=7e-4),
   }
 }

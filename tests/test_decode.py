@@ -356,8 +356,10 @@ def test_a_bfloat16_target_takes_a_drafter_of_either_dtype(drafter_dtype):
 
 def test_a_draft_vocabulary_drafts_only_its_ids_and_changes_no_text(target, drafter):
   ids = jnp.array([3, 7, 20, 21, 40, 41, 60, 96], jnp.int32)
-  config = dataclasses.replace(drafter.config, draft_vocab_size=8)
-  small = dataclasses.replace(drafter, config=config, params=drafter.params | {'ids': ids})
+  small = drafter.with_ids(jnp.append(ids, 50)).first_ids(8)
+  assert small.params['ids'].tolist() == ids.tolist()
+  assert (small.config.draft_vocab_size, drafter.first_ids(5).params['ids'].tolist()) == (8, [*range(5)])
+  assert small.first_ids(8) is small
   plain = decode.generate(target, None, PROMPTS, max_new_tokens=16, temperature=1.0, eos_ids=())
   out = decode.generate(target, small, PROMPTS, max_new_tokens=16, temperature=1.0, eos_ids=(), policy=SMALL)
   assert out.tokens == plain.tokens
