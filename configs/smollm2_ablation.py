@@ -1,8 +1,8 @@
-"""What each part of the objective is worth, on the shards of configs/smollm2_eagle2.py: same data, same steps.
+"""What each part of the objective is worth, on the first shards of configs/smollm2_eagle2.py: same data, same steps.
 
     for variant in eagle top_k three_steps reachable leaky full_vocabulary; do
       python launch/train.py --config=configs/smollm2_ablation.py --variant=$variant --prompts=PROMPTS.jsonl.gz \
-        --out=runs/smollm2_eagle2 --report_every=150
+        --out=runs/smollm2_eagle2 --report_every=120
     done
 
 The held-out metrics of each stand in runs/smollm2_eagle2/VARIANT/held_out.csv, tree_tau over 64 answers. Half an hour
@@ -16,9 +16,10 @@ from pathlib import Path
 from eagle_jax.train.step import Objective, Recipe
 
 _FULL = runpy.run_path(str(Path(__file__).with_name('smollm2_eagle2.py')))
-TARGET, DRAFTER, DATA = _FULL['TARGET'], _FULL['DRAFTER'], _FULL['DATA']
+TARGET, DRAFTER = _FULL['TARGET'], _FULL['DRAFTER']
+DATA = {'short': dataclasses.replace(_FULL['DATA']['short'], num_shards=8)}
 NUM_TRACED = 64
-RECIPE = Recipe(num_steps=150, prompt_weight=0.3)
+RECIPE = Recipe(num_steps=120, prompt_weight=0.3)
 
 
 def _recipe(**objective) -> dict:

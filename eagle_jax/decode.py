@@ -84,11 +84,7 @@ def build(
   Raises:
     ValueError: unknown policy, a tree without a drafter, or a drafter for another target.
   """
-  if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
-    costs = find_costs(target, drafter, batch=batch)
-  chosen = _resolve(policy, drafter, costs)
-  if drafter is not None and costs is not None and costs.num_ids is not None:
-    drafter = drafter.first_ids(costs.num_ids)
+  chosen, drafter, costs = settle(target, drafter, policy=policy, batch=batch, costs=costs)
   network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
   if isinstance(chosen, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain())
@@ -107,6 +103,22 @@ def build(
   economy = costs.economy(chosen) if isinstance(chosen, Adaptive) and costs else ()
   spec = Spec(network, Eagle(drafter.config, params['fc']['weight'].dtype), chosen)
   return Params(target.params, params, economy), spec
+
+
+def settle(
+  target: Target, drafter: Drafter | None, *, policy: str | TreePolicy, batch: int = 1, costs: Costs | None = None
+) -> tuple[TreePolicy, Drafter | None, Costs | None]:
+  """What a request for a policy comes to; arguments as in `build`.
+
+  Returns:
+    The policy; the drafter, with the draft vocabulary that costs were measured with; and the costs, if they are used.
+  """
+  if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
+    costs = find_costs(target, drafter, batch=batch)
+  chosen = _resolve(policy, drafter, costs)
+  if drafter is not None and costs is not None and costs.num_ids is not None:
+    drafter = drafter.first_ids(costs.num_ids)
+  return chosen, drafter, costs
 
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:

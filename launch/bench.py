@@ -37,7 +37,7 @@ def main(_):
   tasks = FLAGS.tasks or sorted(path.stem for path in folder.glob('*.jsonl'))
   asked = [question for task in tasks for question in questions.read_questions(folder, task, FLAGS.num_questions)]
   target, drafter = common.models()
-  policy = decode.build(target, drafter, policy=options.pop('policy'))[1].policy
+  policy, drafter, _ = decode.settle(target, drafter, policy=options.pop('policy'))
   temperature = options.pop('temperature')
   setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | options
   setup |= {'policy': policy.describe(), 'device': jax.devices()[0].device_kind}
