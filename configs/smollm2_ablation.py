@@ -19,7 +19,7 @@ _FULL = runpy.run_path(str(Path(__file__).with_name('smollm2_eagle2.py')))
 TARGET, DRAFTER = _FULL['TARGET'], _FULL['DRAFTER']
 DATA = {'short': dataclasses.replace(_FULL['DATA']['short'], num_shards=8)}
 NUM_TRACED = 64
-RECIPE = Recipe(num_steps=120, prompt_weight=0.3)
+RECIPE = Recipe(num_steps=120, num_rows=2, prompt_weight=0.3)
 
 
 def _recipe(**objective) -> dict:

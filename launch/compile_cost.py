@@ -12,6 +12,7 @@ from absl import flags
 from jax.experimental import topologies
 
 from eagle_jax.bench import compiled, shapes
+from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum('shape', 'llama3_8b', shapes.NAMES, 'Of target and drafter, in bfloat16.')
@@ -25,7 +26,8 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 def main(_):
   devices = topologies.get_topology_desc(platform='tpu', topology_name=FLAGS.topology).devices
   configs = shapes.configs(FLAGS.shape, draft_vocab_size=FLAGS.draft_vocab_size)
-  pair = compiled.ShapedPair(*configs, devices[: FLAGS.num_devices], num_prompt=FLAGS.context)
+  mesh = make_mesh(devices[: FLAGS.num_devices], num_model=FLAGS.num_devices)
+  pair = compiled.ShapedPair(*configs, mesh, num_prompt=FLAGS.context)
   found = compiled.steps(pair)
   print(json.dumps({name: one._asdict() for name, one in found.items()}) if FLAGS.json else compiled.table(found))
 

@@ -15,6 +15,7 @@ from eagle_jax.bench import compiled, shapes
 from eagle_jax.bench.compiled import NO_COPIES_AHEAD, Estimate, ShapedPair
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.loop import decode_loop, decode_step
+from eagle_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.tpu_aot
 log = logging.getLogger(__name__)
@@ -65,12 +66,12 @@ def assert_fits(programs):
 
 
 def test_a_tiny_pair_compiles_for_one_device(devices):
-  pair = ShapedPair(*shapes.configs('tiny'), devices[:1])
+  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]))
   assert_fits(compile_all(pair)[0])
 
 
 def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
-  pair = ShapedPair(*shapes.configs('tiny'), devices[:1], num_prompt=64)
+  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
   found = compiled.steps(pair, sizes=(16, 60))
   flops = [found[name].flops for name in ('plain step', 'target pass, 16 nodes', 'target pass, 60 nodes')]
   assert 0 < flops[0] < flops[1] < flops[2] < found['whole cycle, 60 nodes'].flops
@@ -78,7 +79,7 @@ def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
 
 
 def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(devices):
-  pair = ShapedPair(*shapes.configs('llama3_8b'), devices)
+  pair = ShapedPair(*shapes.configs('llama3_8b'), make_mesh(devices, num_model=len(devices)))
   programs, state = compile_all(pair)
   assert_fits(programs)
   accessed = Estimate.of(programs['decode_step']).bytes_accessed  # of one device

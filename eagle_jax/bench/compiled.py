@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle_jax.bench.tune import Blank
 from eagle_jax.config import DrafterConfig, TargetConfig
@@ -19,7 +20,7 @@ from eagle_jax.draft.policy import DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_step
 from eagle_jax.prefill import prepare, run_prefill
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import make_mesh, param_sharding, param_shardings
+from eagle_jax.sharding import param_sharding, param_shardings
 from eagle_jax.state import Params, Spec
 from eagle_jax.target.transformer import TransformerTarget
 
@@ -44,17 +45,13 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShapedPair:
-  """A target and a drafter as shapes, in bfloat16, spread over devices as one model."""
+  """A target and a drafter as shapes, in bfloat16, on a mesh."""
 
   target: TargetConfig
   drafter: DrafterConfig
-  devices: Sequence[Any]
+  mesh: Mesh
   num_prompt: int = 1024  # tokens
   max_new_tokens: int = 128
-
-  @property
-  def mesh(self):
-    return make_mesh(self.devices, num_model=len(self.devices))
 
   def params(self) -> Params:
     """Of target and drafter, as `decode.build` gives them."""

@@ -228,15 +228,14 @@ def vocabularies(
 
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:
-  """Adaptive trees around the best fixed one, with the sizes below theirs at which a pass was timed."""
+  """Adaptive trees around the best fixed one, a chain and a bushy one; each size more is a target pass to compile."""
   best = next((rate.policy for rate in costs.policies if rate.kind != 'plain'), Chain(3))
-  forms = []
-  for width, num_nodes in ((1, best.num_nodes), (3, max(8, best.num_nodes)), (4, max(16, best.num_nodes))):
-    max_depth = max(best.max_depth, 4)
-    sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < num_nodes]
-    if num_nodes <= 1 + width + (max_depth - 1) * width * width:
-      forms.append(Adaptive(width, width, max_depth, num_nodes, smaller=tuple(sizes)))
-  return forms
+  max_depth = max(best.max_depth, 4)
+  return [
+    Adaptive(width, width, max_depth, num_nodes, smaller=(1, num_nodes // 2))
+    for width, num_nodes in ((1, max_depth + 1), (3, max(8, best.num_nodes)))
+    if num_nodes <= 1 + width + (max_depth - 1) * width * width
+  ]
 
 
 def decoded(
