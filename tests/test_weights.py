@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.weights import gguf as gguf_file
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import assemble, flatten
@@ -56,12 +57,34 @@ def test_gguf_needed_fields_have_no_default(tmp_path, table):
     ({'llama.rope.scaling.type': 'yarn'}, 'RoPE scaling'),
     ({'llama.expert_count': 8}, 'experts'),
     ({'llama.rope.dimension_count': 4}, 'rope.dimension_count is 4'),
+    ({'llama.attention.sliding_window': 4096}, 'sliding window'),
   ],
 )
 def test_gguf_variants_are_refused(tmp_path, table, extra, message):
   path = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table), extra=extra)
   with pytest.raises(ValueError, match=message):
     gguf_file.target_config(gguf_file.read_gguf(path))
+
+
+def test_gguf_of_qwen2(tmp_path):
+  """Rows of q and k as they are, and biases."""
+  biased = dataclasses.replace(TINY, qkv_bias=True)
+  table = naming.gguf_table(biased, permuted_qk=False)
+  tensors = random_tensors(table)
+  file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors, arch='qwen2'))
+  config = gguf_file.target_config(file)
+  assert dataclasses.replace(config, norm_eps=TINY.norm_eps) == biased
+  assert gguf_file.architecture(file).permuted_qk is False
+  attention = assemble(file.tensors(), table, jnp.float32)['layer_1']['attn']
+  np.testing.assert_array_equal(attention['q']['weight'], tensors['blk.1.attn_q.weight'])
+  np.testing.assert_array_equal(attention['k']['bias'], tensors['blk.1.attn_k.bias'])
+
+
+def test_gguf_rope_factors_come_as_a_tensor(tmp_path, table):
+  tensors = random_tensors(table) | {'rope_freqs.weight': np.array([1, 1, 2.5, 8], np.float32)}
+  file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors))
+  assert gguf_file.target_config(file).rope_slowdown == (1, 1, 2.5, 8)
+  assert assemble(file.tensors(), table, jnp.float32).keys() == {'embed', 'layer_0', 'layer_1', 'norm', 'head'}
 
 
 def test_gguf_other_architecture(tmp_path, table):
@@ -125,7 +148,8 @@ def test_assemble_lists_all_faults_at_once(table):
   tensors['blk.1.ffn_up.weight'] = tensors['blk.1.ffn_up.weight'].T
   tensors['blk.1.attn_norm.weight'][3] = np.nan
   tensors['token_embd.weight'][0, 0] = np.inf
-  with pytest.raises(ValueError, match='6 of 21 needed tensors') as caught:
+  tensors['blk.0.ffn_up.weight'] = np.ones((64, 32), np.int8)
+  with pytest.raises(ValueError, match='7 of 21 needed tensors') as caught:
     assemble(tensors.items(), table, jnp.float32, source='tiny.gguf')
   for line in (
     'blk.0.attn_q.weight: missing, [32, 32] needed',
@@ -134,6 +158,7 @@ def test_assemble_lists_all_faults_at_once(table):
     'blk.1.ffn_up.weight: shape [32, 64], [64, 32] needed',
     'blk.1.attn_norm.weight: holds NaN or infinite values',
     'token_embd.weight: holds NaN or infinite values',
+    'blk.0.ffn_up.weight: dtype int8, one of float32, float16 and bfloat16 needed',
   ):
     assert line in str(caught.value)
 
@@ -185,13 +210,24 @@ def test_drafter_tree(fc_bias, qkv_bias):
   }
 
 
-@pytest.mark.parametrize('tied', [True, False])
-def test_target_tree_is_the_networks_own(tied):
-  transformer = pytest.importorskip('eagle_jax.target.transformer')
-  config = dataclasses.replace(TINY, tied_head=tied)
-  init = transformer.TransformerTarget(config).init_params
+@pytest.mark.parametrize(
+  'switches',
+  [
+    {},
+    {'tied_head': True},
+    {'qkv_bias': True},
+    {'qk_norm': True},
+    {'num_experts': 4, 'experts_per_token': 2},
+  ],
+)
+def test_target_tree_is_the_networks_own(switches):
+  config = dataclasses.replace(TINY, **switches)
+  init = TransformerTarget(config).init_params
   needed = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
-  for table in (naming.gguf_table(config, permuted_qk=True), naming.hf_table(config)):
+  tables = [naming.hf_table(config)]
+  if not (config.qk_norm or config.num_experts):  # no GGUF architecture of ours has these
+    tables.append(naming.gguf_table(config, permuted_qk=True))
+  for table in tables:
     params = assemble(random_tensors(table).items(), table, jnp.float32)
     assert jax.tree.map(jnp.shape, params) == needed
 
