@@ -153,6 +153,17 @@ def test_generation_config_says_what_ends_a_text(tmp_path, generation, eos_ids):
   assert hub.load_target(path).config.eos_ids == eos_ids
 
 
+def test_a_folder_brings_its_tokenizer(tmp_path):
+  transformers, tokenizers = pytest.importorskip('transformers'), pytest.importorskip('tokenizers')
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG)
+  assert hub.load_target(path).tokenizer is None
+  words = tokenizers.models.WordLevel({'<unk>': 0, 'sky': 5, '<end>': 3}, unk_token='<unk>')
+  backend = tokenizers.Tokenizer(words)
+  transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token='<end>').save_pretrained(path)
+  tokenizer = hub.load_target(path).tokenizer
+  assert (tokenizer.encode_prompt('sky'), tokenizer.eos_ids) == ([5], (3, 4))
+
+
 @pytest.mark.parametrize('stored', ['float32', 'float16', 'bfloat16'])
 @pytest.mark.parametrize('loaded', ['float32', 'float16', 'bfloat16'])
 def test_dtypes_of_a_folder(tmp_path, stored, loaded):
