@@ -140,6 +140,14 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('mesh', MESHES)
+@pytest.mark.parametrize('family', ['biased', 'routed'])
+def test_families_are_sharded_alike(on_meshes, family, mesh):
+  """Relative error of the logits: biases and expert weights are split as the rules say, sums go over all shares."""
+  assert on_meshes['families'][mesh][family] < 1e-5
+
+
+@pytest.mark.slow
 def test_drafts_are_accepted_at_all(on_meshes):
   for case in ('chain 8 greedy', 'dynamic 8 greedy', 'dynamic 8 sampled'):
     assert sum(map(sum, on_meshes['cases'][case]['none'][1])) > 0
