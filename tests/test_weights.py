@@ -1,6 +1,7 @@
 """Bytes -> parameters: GGUF and safetensors files written here, read back, and damaged."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.weights import folder, naming
 from eagle_jax.weights import gguf as gguf_file
-from eagle_jax.weights import naming
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
@@ -225,11 +226,65 @@ def test_target_tree_is_the_networks_own(switches):
   init = TransformerTarget(config).init_params
   needed = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
   tables = [naming.hf_table(config)]
-  if not (config.qk_norm or config.num_experts):  # no GGUF architecture of ours has these
+  if not config.num_experts:
     tables.append(naming.gguf_table(config, permuted_qk=True))
   for table in tables:
     params = assemble(random_tensors(table).items(), table, jnp.float32)
     assert jax.tree.map(jnp.shape, params) == needed
+
+
+LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+PUBLISHED = {
+  'Llama-2-7b, Vicuna-7b': (
+    6_738_415_616, {'model_type': 'llama', 'vocab_size': 32000, 'hidden_size': 4096, 'intermediate_size': 11008},
+  ),
+  'Llama-3.1-8B': (
+    8_030_261_248,
+    {
+      'model_type': 'llama', 'vocab_size': 128256, 'hidden_size': 4096, 'intermediate_size': 14336,
+      'num_key_value_heads': 8, 'rope_theta': 500000.0,
+      'rope_scaling': LLAMA3 | {'original_max_position_embeddings': 8192},
+    },
+  ),
+  'Mistral-7B-v0.1': (
+    7_241_732_096,
+    {
+      'model_type': 'mistral', 'vocab_size': 32000, 'hidden_size': 4096, 'intermediate_size': 14336,
+      'num_key_value_heads': 8, 'sliding_window': 4096, 'rope_theta': 10000.0,
+    },
+  ),
+  'Mixtral-8x7B-v0.1': (
+    46_702_792_704,
+    {
+      'model_type': 'mixtral', 'vocab_size': 32000, 'hidden_size': 4096, 'intermediate_size': 14336,
+      'num_key_value_heads': 8, 'sliding_window': None, 'rope_theta': 1000000.0, 'num_local_experts': 8,
+      'num_experts_per_tok': 2,
+    },
+  ),
+  'Qwen2.5-7B': (
+    7_615_616_512,
+    {
+      'model_type': 'qwen2', 'vocab_size': 152064, 'hidden_size': 3584, 'intermediate_size': 18944,
+      'num_hidden_layers': 28, 'num_attention_heads': 28, 'num_key_value_heads': 4, 'rope_theta': 1000000.0,
+      'sliding_window': 131072, 'use_sliding_window': False,
+    },
+  ),
+  'Qwen3-8B': (
+    8_190_735_360,
+    {
+      'model_type': 'qwen3', 'vocab_size': 151936, 'hidden_size': 4096, 'intermediate_size': 12288,
+      'num_hidden_layers': 36, 'num_key_value_heads': 8, 'head_dim': 128, 'rope_theta': 1000000,
+      'attention_bias': False, 'sliding_window': None, 'use_sliding_window': False,
+    },
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(('num_params', 'content'), PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_the_tables_hold_as_many_parameters_as_were_published(num_params, content, tmp_path):
+  common = {'num_hidden_layers': 32, 'num_attention_heads': 32, 'max_position_embeddings': 4096, 'rms_norm_eps': 1e-5}
+  config = folder.hf_target_config(tmp_path, common | content)
+  assert sum(math.prod(entry.shape) for entry in naming.hf_table(config).entries.values()) == num_params
 
 
 def test_flatten_lists_all_faults_at_once(table):

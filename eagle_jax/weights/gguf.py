@@ -21,9 +21,14 @@ class Architecture:
 
   permuted_qk: bool  # q and k rows are stored for interleaved RoPE; `naming.gguf_table` turns them back
   qkv_bias: bool = False
+  qk_norm: bool = False
 
 
-ARCHITECTURES = {'llama': Architecture(permuted_qk=True), 'qwen2': Architecture(permuted_qk=False, qkv_bias=True)}
+ARCHITECTURES = {
+  'llama': Architecture(permuted_qk=True),
+  'qwen2': Architecture(permuted_qk=False, qkv_bias=True),
+  'qwen3': Architecture(permuted_qk=False, qk_norm=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +130,7 @@ def target_config(file: GGUFFile) -> TargetConfig:
     rope_slowdown=_rope_slowdown(file),
     tied_head='output.weight' not in file.tensor_names,
     qkv_bias=own.qkv_bias,
+    qk_norm=own.qk_norm,
     eos_ids=_eos_ids(file.metadata),
     name=str(file.metadata.get('general.name', file.path.stem)),
   )

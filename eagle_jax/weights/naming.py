@@ -138,6 +138,7 @@ def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
     entries[f'{block}.attn_norm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.ffn_norm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
     entries |= _projection_entries(config, layer, block, _GGUF_PROJECTIONS)
+    entries |= _head_norms(config, layer, f'{block}.attn_')
     if permuted_qk:
       for name, num_heads in (('attn_q', config.num_heads), ('attn_k', config.num_kv_heads)):
         weight = f'{block}.{name}.weight'
@@ -157,12 +158,16 @@ def hf_table(config: TargetConfig) -> Table:
     entries[f'{block}.input_layernorm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.post_attention_layernorm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
     entries |= _projection_entries(config, layer, block, _HF_PROJECTIONS)
-    if config.qk_norm:
-      for name in ('q_norm', 'k_norm'):
-        entries[f'{block}.self_attn.{name}.weight'] = Entry((layer, 'attn', name, 'scale'), (config.head_dim,))
+    entries |= _head_norms(config, layer, f'{block}.self_attn.')
     if config.num_experts:
       entries |= _expert_entries(config, layer, f'{block}.block_sparse_moe')
   return Table(entries, frozenset(ignored))
+
+
+def _head_norms(config: TargetConfig, layer: str, prefix: str) -> dict[str, Entry]:
+  """The norms of queries and keys, where there are any."""
+  names = ('q_norm', 'k_norm') if config.qk_norm else ()
+  return {f'{prefix}{name}.weight': Entry((layer, 'attn', name, 'scale'), (config.head_dim,)) for name in names}
 
 
 def _expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:

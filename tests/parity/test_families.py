@@ -171,7 +171,9 @@ def test_text(pair):
 
 
 @pytest.mark.parametrize(
-  ('pair', 'arch'), [('llama 3.1', 'llama'), ('llama 2, vicuna', 'llama'), ('qwen2', 'qwen2')], indirect=['pair']
+  ('pair', 'arch'),
+  [('llama 3.1', 'llama'), ('llama 2, vicuna', 'llama'), ('qwen2', 'qwen2'), ('qwen3', 'qwen3')],
+  indirect=['pair'],
 )
 def test_gguf(pair, arch, tmp_path):
   """A converter's file: transformers reads its weights back to its own, and the target from it gives their logits.
@@ -184,8 +186,11 @@ def test_gguf(pair, arch, tmp_path):
   if config.rope_slowdown:
     plain = 1 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     tensors['rope_freqs.weight'] = (plain / pair.model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
-  path = write_gguf(tmp_path / 'tiny.gguf', tensors, config=config, arch=arch)
-  read_back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
+  heads = {f'{arch}.attention.{name}_length': config.head_dim for name in ('key', 'value')}
+  path = write_gguf(tmp_path / 'tiny.gguf', tensors, config=config, arch=arch, extra=heads)
+  read_back = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path, gguf_file=path.name, config=pair.model.config
+  ).state_dict()
   for name, tensor in pair.model.state_dict().items():
     torch.testing.assert_close(read_back[name], tensor, rtol=0, atol=0)
   assert max(errors(dataclasses.replace(pair, target=hub.load_target(path)))) <= TOLERANCE
