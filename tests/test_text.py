@@ -161,6 +161,7 @@ def test_qwen2_composes():
 
 
 TEMPLATES = {
+  'several': {'tool_use': '{{ tools }}', 'default': '{% for m in messages %}{{ m.content }}{% endfor %}'},
   'plain': '{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}',
   'tools, dates and JSON': (
     "{%- if tools is not none %}{{ tools }}{%- endif %}{% if strftime_now is defined %}{{ strftime_now('%Y') }}"
