@@ -76,11 +76,11 @@ class Tokenizer:
     fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     kind = str(fields.get('model'))
     if missing := [prefix + name for name in _GGUF_NEEDS.get(kind, ()) if name not in fields]:
-      raise ValueError(f'The GGUF metadata lacks {missing}, which a tokenizer needs. Pass token ids instead of text.')
+      raise ValueError(f"The GGUF metadata lacks {missing}, which a tokenizer needs: use the model's folder instead.")
     if kind not in _GGUF_NEEDS or (kind == 'gpt2' and fields['pre'] not in _SPLITTINGS):
       raise ValueError(
         f'GGUF tokenizer {kind!r} with pre-tokenizer {fields.get("pre")!r} is not supported, only llama, and gpt2 with '
-        f'{sorted(_SPLITTINGS)}. Pass token ids instead of text.'
+        f'{sorted(_SPLITTINGS)}. Load the model from its Hugging Face folder instead.'
       )
     if kind == 'llama':
       backend, adds_bos = _sentencepiece_bpe(fields), True
