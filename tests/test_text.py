@@ -1,5 +1,6 @@
 """Text <-> ids. A tokenizer of raw bytes for the corner cases, SmolLM2's own for the facts about it."""
 
+import json
 import random
 import unicodedata
 
@@ -211,6 +212,23 @@ def test_a_folder_whose_tokenizer_puts_a_first_token(byte_tokenizer, tmp_path):
   ours = Tokenizer.from_folder(tmp_path)
   assert ours.encode_prompt('ab') == theirs.encode('ab') == [257, 256]
   assert ours.encode('ab') == [256]
+
+
+def test_the_folder_of_a_llama_2(tmp_path):
+  """Its class joins pieces, puts a space before a text, and drops it when it decodes."""
+  transformers = pytest.importorskip('transformers')
+  pieces = Tokenizer.from_gguf(piece_metadata())
+  model = json.loads(pieces.backend.to_str())['model']
+  merges = [tuple(pair) for pair in model['merges']]
+  transformers.LlamaTokenizer(vocab=model['vocab'], merges=merges).save_pretrained(tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'llama'}))
+  ours, theirs = Tokenizer.from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+  for text in STRINGS:
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert ours.encode_prompt(text) == theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids)
+    assert ''.join(in_pieces(ours, ids, iter([1] * 1000))) == ours.decode(ids)
 
 
 def test_folders_without_a_tokenizer_or_with_a_broken_one(tmp_path):
