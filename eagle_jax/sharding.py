@@ -24,8 +24,11 @@ PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('q', 'weight'): ('heads', 'width'),
   ('k', 'weight'): ('kv_heads', 'width'),
   ('v', 'weight'): ('kv_heads', 'width'),
+  ('q', 'bias'): ('heads',),
+  ('k', 'bias'): ('kv_heads',),
+  ('v', 'bias'): ('kv_heads',),
   ('o', 'weight'): ('width', 'heads'),
-  ('gate', 'weight'): ('ffn', 'width'),
+  ('gate', 'weight'): ('ffn', 'width'),  # of each expert too: all devices share every one, so none waits for another
   ('up', 'weight'): ('ffn', 'width'),
   ('down', 'weight'): ('width', 'ffn'),
   ('fc', 'weight'): ('fc_out', 'width'),

@@ -1,17 +1,45 @@
-"""Text <-> token ids: a byte-level BPE tokenizer, its chat template, and an incremental detokenizer."""
+"""Text <-> token ids: a model's own tokenizer, its chat template, and an incremental detokenizer."""
 
 import dataclasses
+import datetime
+import functools
 import gzip
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_NORMAL_TOKEN, _CONTROL_TOKEN = 1, 3  # GGUF token types
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)  # GGUF token types
 _REPLACEMENT = '\ufffd'  # what decoding puts for bytes that are not, or not yet, UTF-8
+_RAW_BYTE = re.compile('<0x[0-9A-F]{2}>')
 
-# GGUF `tokenizer.ggml.pre` -> does every digit stand alone before the byte-level split?
-_DIGITS_STAND_ALONE = {'gpt-2': False, 'smollm': True}
+
+@dataclasses.dataclass(frozen=True)
+class _Splitting:
+  """What a byte-level vocabulary does to a text before its merges."""
+
+  pattern: str | None = None  # of the pieces that merges stay within; None: GPT-2's
+  digits_stand_alone: bool = False
+  composes: bool = False  # brings the text into Unicode's form C
+  ignores_merges: bool = False  # a piece that is a token is that token
+  adds_bos: bool = False  # unless the file says otherwise
+
+
+_PIECES = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
+  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+_SPLITTINGS = {  # by GGUF `tokenizer.ggml.pre`
+  'gpt-2': _Splitting(),
+  'smollm': _Splitting(digits_stand_alone=True),
+  'llama-bpe': _Splitting(_PIECES.replace('DIGITS', r'\p{N}{1,3}'), ignores_merges=True, adds_bos=True),
+  'qwen2': _Splitting(_PIECES.replace('DIGITS', r'\p{N}'), composes=True),
+}
+_GGUF_NEEDS = {  # by GGUF `tokenizer.ggml.model`
+  'gpt2': ('pre', 'tokens', 'merges', 'token_type'),
+  'llama': ('tokens', 'scores', 'token_type'),
+}
 
 
 def _import_demo(name: str):
@@ -26,13 +54,13 @@ def _import_demo(name: str):
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """Encodes and decodes with a `tokenizers.Tokenizer`; build it with `from_gguf`.
+  """Encodes and decodes with a `tokenizers.Tokenizer`; build it with `from_gguf` or `from_folder`.
 
   Special tokens written out in a text are read as those tokens, as transformers does: the chat template needs it.
   """
 
   backend: Any  # tokenizers.Tokenizer
-  eos_ids: tuple[int, ...] = ()
+  eos_ids: tuple[int, ...] = ()  # the first is the one that a chat template writes
   bos_id: int | None = None
   adds_bos: bool = False  # put `bos_id` before a prompt that goes through no template
   chat_template: str | None = None  # Jinja
@@ -42,23 +70,59 @@ class Tokenizer:
     """Builds the tokenizer a GGUF file carries in its metadata.
 
     Raises:
-      ValueError: not a byte-level BPE, an unknown way of splitting, or missing fields.
+      ValueError: neither a byte-level nor a SentencePiece BPE, an unknown way of splitting, or missing fields.
     """
     prefix = 'tokenizer.ggml.'
     fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    if missing := [prefix + name for name in ('model', 'pre', 'tokens', 'merges', 'token_type') if name not in fields]:
-      raise ValueError(f'The GGUF metadata lacks {missing}, which a tokenizer needs. Pass token ids instead of text.')
-    if fields['model'] != 'gpt2' or fields['pre'] not in _DIGITS_STAND_ALONE:
+    kind = str(fields.get('model'))
+    if missing := [prefix + name for name in _GGUF_NEEDS.get(kind, ()) if name not in fields]:
+      raise ValueError(f"The GGUF metadata lacks {missing}, which a tokenizer needs: use the model's folder instead.")
+    if kind not in _GGUF_NEEDS or (kind == 'gpt2' and fields['pre'] not in _SPLITTINGS):
       raise ValueError(
-        f'GGUF tokenizer {fields["model"]!r} with pre-tokenizer {fields["pre"]!r} is not supported, only gpt2 with '
-        f'{sorted(_DIGITS_STAND_ALONE)}. Pass token ids instead of text.'
+        f'GGUF tokenizer {kind!r} with pre-tokenizer {fields.get("pre")!r} is not supported, only llama, and gpt2 with '
+        f'{sorted(_SPLITTINGS)}. Load the model from its Hugging Face folder instead.'
       )
+    if kind == 'llama':
+      backend, adds_bos = _sentencepiece_bpe(fields), True
+    else:
+      splitting = _SPLITTINGS[fields['pre']]
+      backend, adds_bos = _byte_level_bpe(fields, splitting), splitting.adds_bos
+    _add_tokens(backend, fields)
     return cls(
-      backend=_byte_level_bpe(fields),
+      backend=backend,
       eos_ids=tuple(eos_ids),
       bos_id=fields.get('bos_token_id'),
-      adds_bos=bool(fields.get('add_bos_token', False)),
+      adds_bos=bool(fields.get('add_bos_token', adds_bos)),
       chat_template=metadata.get('tokenizer.chat_template'),
+    )
+
+  @classmethod
+  def from_folder(cls, folder: Path, eos_ids: Iterable[int] = ()) -> 'Tokenizer | None':
+    """The tokenizer of a Hugging Face folder as transformers reads it; None where there are no files of one.
+
+    Raises:
+      ValueError: transformers cannot read the files, or only in pure Python.
+    """
+    found = [name for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json') if (folder / name).is_file()]
+    if not found:
+      return None
+    try:
+      read = _import_demo('transformers').AutoTokenizer.from_pretrained(folder, local_files_only=True)
+      backend = read.backend_tokenizer
+    except Exception as error:  # parsers of the files raise bare ones
+      raise ValueError(
+        f'{folder}: transformers cannot read the tokenizer in {found} ({type(error).__name__}: {error}). '
+        'Fetch it again, tokenizer.json above all, or take these files away and pass token ids instead of text.'
+      ) from error
+    backend.no_truncation()  # a file may ask for these
+    backend.no_padding()
+    template = read.chat_template
+    return cls(
+      backend=backend,
+      eos_ids=tuple(dict.fromkeys(i for i in (read.eos_token_id, *eos_ids) if i is not None)),
+      bos_id=read.bos_token_id,
+      adds_bos=backend.encode('a').ids[:1] == [read.bos_token_id],
+      chat_template=template.get('default') if isinstance(template, dict) else template,
     )
 
   @property
@@ -96,6 +160,11 @@ class Tokenizer:
     """The text of these ids without special tokens; bytes that are not UTF-8 come out as U+FFFD."""
     return self.backend.decode(list(ids), skip_special_tokens=True)
 
+  def is_raw_byte(self, token_id: int) -> bool:
+    """A token such as <0xE2> of a SentencePiece vocabulary: a run of them becomes text only as a whole."""
+    token = self.backend.id_to_token(token_id)
+    return token is not None and _RAW_BYTE.fullmatch(token) is not None
+
   def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
     """The chat template's text of these messages. See `encode_chat`."""
     if self.chat_template is None:
@@ -105,16 +174,22 @@ class Tokenizer:
         raise ValueError(f"A chat message needs 'role' and 'content'; one came with {sorted(message)}.")
     jinja2, sandbox = _import_demo('jinja2'), _import_demo('jinja2.sandbox')
     # The template comes with the weights, so it is untrusted: the sandbox keeps it from reaching into Python.
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    extensions = ['jinja2.ext.loopcontrols']
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
     def raise_exception(reason: str):
       raise jinja2.TemplateError(reason)
 
+    # What transformers gives to templates.
     environment.globals['raise_exception'] = raise_exception
+    environment.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
     try:
       return environment.from_string(self.chat_template).render(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
+        tools=None,
+        documents=None,
         bos_token=self._token(self.bos_id),
         eos_token=self._token(self.eos_ids[0] if self.eos_ids else None),
       )
@@ -125,21 +200,55 @@ class Tokenizer:
     return '' if token_id is None else self.backend.id_to_token(token_id)
 
 
-def _byte_level_bpe(fields: Mapping[str, Any]):
-  """tokenizers.Tokenizer from the vocabulary, merges and token types of a GGUF file."""
+def _byte_level_bpe(fields: Mapping[str, Any], splitting: _Splitting):
+  """tokenizers.Tokenizer from the vocabulary and merges of a GGUF file."""
   tokenizers = _import_demo('tokenizers')
   vocab = {token: i for i, token in enumerate(fields['tokens'])}
   merges = [tuple(merge.split(' ')) for merge in fields['merges']]
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
-  split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-  if _DIGITS_STAND_ALONE[fields['pre']]:
-    split = tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Digits(individual_digits=True), split])
-  backend.pre_tokenizer = split
+  model = tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.ignores_merges)
+  backend, split = tokenizers.Tokenizer(model), tokenizers.pre_tokenizers
+  steps = [split.Digits(individual_digits=True)] if splitting.digits_stand_alone else []
+  if splitting.pattern is not None:
+    steps.append(split.Split(tokenizers.Regex(splitting.pattern), behavior='isolated'))
+  if splitting.composes:
+    backend.normalizer = tokenizers.normalizers.NFC()
+  to_bytes = split.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+  backend.pre_tokenizer = split.Sequence([*steps, to_bytes])
   backend.decoder = tokenizers.decoders.ByteLevel()
-  kinds = list(zip(fields['tokens'], fields['token_type'], strict=True))
-  backend.add_special_tokens([_added(token, True) for token, kind in kinds if kind == _CONTROL_TOKEN])
-  backend.add_tokens([_added(token, False) for token, kind in kinds if kind not in (_NORMAL_TOKEN, _CONTROL_TOKEN)])
   return backend
+
+
+def _sentencepiece_bpe(fields: Mapping[str, Any]):
+  """tokenizers.Tokenizer from the vocabulary and scores of a GGUF file: Llama 2's kind, spaces written as U+2581."""
+  tokenizers = _import_demo('tokenizers')
+  vocab = {token: i for i, token in enumerate(fields['tokens'])}
+  model = tokenizers.models.BPE(vocab=vocab, merges=_merges(vocab, fields), fuse_unk=True, byte_fallback=True)
+  backend, change, decode = tokenizers.Tokenizer(model), tokenizers.normalizers, tokenizers.decoders
+  to_text = [decode.Replace('\u2581', ' '), decode.ByteFallback(), decode.Fuse()]
+  from_text = [change.Replace(' ', '\u2581')]
+  if fields.get('add_space_prefix', True):
+    to_text.append(decode.Strip(content=' ', left=1))
+    from_text.insert(0, change.Prepend('\u2581'))
+  backend.normalizer, backend.decoder = change.Sequence(from_text), decode.Sequence(to_text)
+  return backend
+
+
+def _merges(vocab: Mapping[str, int], fields: Mapping[str, Any]) -> list[tuple[str, str]]:
+  """SentencePiece joins the two neighbours whose joint token scores highest: all such pairs, best first."""
+  pairs = [
+    (-score, (token[:cut], token[cut:]))
+    for token, score, kind in zip(fields['tokens'], fields['scores'], fields['token_type'], strict=True)
+    for cut in range(1, len(token))
+    if kind == _NORMAL and token[:cut] in vocab and token[cut:] in vocab
+  ]
+  return [pair for _, pair in sorted(pairs, key=lambda scored: scored[0])]
+
+
+def _add_tokens(backend: Any, fields: Mapping[str, Any]) -> None:
+  """Tokens that are read as themselves wherever they are written, those that decoding leaves out first."""
+  kinds = list(zip(fields['tokens'], fields['token_type'], strict=True))
+  backend.add_special_tokens([_added(token, True) for token, kind in kinds if kind in (_UNKNOWN, _CONTROL)])
+  backend.add_tokens([_added(token, False) for token, kind in kinds if kind in (_USER_DEFINED, _UNUSED)])
 
 
 def _added(token: str, special: bool):
@@ -150,22 +259,29 @@ class Detokenizer:
   """Turns a growing list of ids into text, holding back characters whose last bytes have not come yet.
 
   All pushes and the flush, joined, equal `Tokenizer.decode` of all ids. Only ids since the last whole character are
-  decoded again, so the work is linear in the text.
+  decoded again, and those of the push before, so the work is linear in the text.
   """
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
+    self._reset()
+
+  def _reset(self) -> None:
+    self._before: list[int] = []  # ids that the open ones follow: a vocabulary may drop the space that begins a text
     self._open_ids: list[int] = []  # ids since the last point where the text was whole
     self._num_given = 0  # characters of their text that were handed out
 
   def push(self, ids: Iterable[int]) -> str:
     """Takes the next ids and returns the text that is now certain."""
     self._open_ids += ids
-    text = self._tokenizer.decode(self._open_ids)
+    if not self._open_ids or self._tokenizer.is_raw_byte(self._open_ids[-1]):
+      return ''
+    text = self._open_text()
     # More bytes can change the last character only: decoding turns one unfinished character into one U+FFFD.
     certain = text[:-1] if text.endswith(_REPLACEMENT) else text
     fresh = certain[self._num_given :]
     if certain == text:
+      self._before = self._open_ids if text else self._before + self._open_ids
       self._open_ids, self._num_given = [], 0
     else:
       self._num_given = len(certain)
@@ -173,9 +289,13 @@ class Detokenizer:
 
   def flush(self) -> str:
     """Ends the text: returns what was held back. The detokenizer is then as new."""
-    rest = self._tokenizer.decode(self._open_ids)[self._num_given :]
-    self._open_ids, self._num_given = [], 0
+    rest = self._open_text()[self._num_given :]
+    self._reset()
     return rest
+
+  def _open_text(self) -> str:
+    known = self._tokenizer.decode(self._before)
+    return self._tokenizer.decode(self._before + self._open_ids)[len(known) :]
 
 
 def read_prompts(path: str | Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
 Prints one JSON object: what every case gave, and where the arrays lie.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import Chain, DynamicTree
-from eagle_jax.sharding import make_mesh, mesh_of
+from eagle_jax.sharding import make_mesh, mesh_of, param_shardings, using
 from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import flatten
@@ -32,6 +33,10 @@ MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x m
 POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8)}
 SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top_k': 12, 'seed': 5}}
 BATCHES = (8, 1)
+FAMILIES = {
+  'biased': {'qkv_bias': True, 'qk_norm': True, 'window': 4},
+  'routed': {'num_experts': 4, 'experts_per_token': 2},
+}
 
 
 def write_pair(folder: Path) -> tuple[Path, Path]:
@@ -57,6 +62,26 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
   return folder / 'target', folder / 'drafter'
 
 
+def logits(switches, mesh) -> np.ndarray:
+  """[V, B, L] of a random target of a family, every parameter of it random."""
+  network = TransformerTarget(dataclasses.replace(TARGET, **switches))
+  leaves, tree = jax.tree.flatten(network.init_params(jax.random.key(0)))
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  params = tree.unflatten([x + 0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)])
+  if mesh is not None:
+    params = jax.device_put(params, param_shardings(params, mesh))
+    assert params['layer_0']['attn']['q']['weight'].sharding.mesh == mesh
+  token_BL = np.random.default_rng(0).integers(0, TARGET.vocab_size, (max(BATCHES), 12), dtype=np.int32)
+  with using(mesh):
+    return np.asarray(jax.jit(lambda params: network.logits(params, network.read(params, token_BL)))(params))
+
+
+def error(switches, mesh) -> float:
+  """Of the logits on a mesh, relative to the largest of them."""
+  expected = logits(switches, None)
+  return float(abs(logits(switches, mesh) - expected).max() / abs(expected).max())
+
+
 def layout(state) -> dict[str, list[int]]:
   """Shape of each array's share, by name; scalars left out."""
   leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -75,11 +100,13 @@ def layouts(target, drafter, prompts) -> list[dict[str, list[int]]]:
 def main() -> None:
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
-  cases, places, streams, moves = {}, {}, {}, {}
+  cases, places, streams, moves, families = {}, {}, {}, {}, {}
   with tempfile.TemporaryDirectory() as folder:
     target_folder, drafter_folder = write_pair(Path(folder))
     for mesh_name, sizes in MESHES.items():
       mesh = None if sizes is None else make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
+      if mesh is not None:
+        families[mesh_name] = {name: error(switches, mesh) for name, switches in FAMILIES.items()}
       target = hub.load_target(target_folder, mesh=mesh)
       drafter = hub.load_drafter(drafter_folder, target)
       assert mesh_of(target.params) == mesh_of(drafter.params) == mesh
@@ -100,7 +127,7 @@ def main() -> None:
       if mesh is not None:
         with jax.set_mesh(mesh):
           moves[mesh_name] = layouts(target, drafter, prompts)
-  json.dump({'cases': cases, 'places': places, 'streams': streams, 'layouts': moves}, sys.stdout)
+  json.dump({'cases': cases, 'places': places, 'streams': streams, 'layouts': moves, 'families': families}, sys.stdout)
 
 
 if __name__ == '__main__':

@@ -39,6 +39,9 @@ class Bytes:
   def decode(self, ids) -> str:
     return bytes(5 * token % 256 for token in ids).decode(errors='replace')
 
+  def is_raw_byte(self, token_id: int) -> bool:
+    return False
+
 
 @pytest.fixture(scope='module')
 def target():

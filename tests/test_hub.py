@@ -8,6 +8,7 @@ import zipfile
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,9 +16,9 @@ pytest.importorskip('gguf')
 
 from eagle_jax import hub
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.weights import fetch, naming
+from eagle_jax.weights import fetch, folder, naming
 from eagle_jax.weights.load import assemble, flatten
-from eagle_jax.weights.safetensors import write_safetensors
+from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
 
 HF_CONFIG = {
@@ -93,11 +94,17 @@ def test_hugging_face_folder(tmp_path, num_shards):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'model_type': 'qwen2'}, "'qwen2' is not supported"),
-    ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, "RoPE scaling 'llama3'"),
+    ({'model_type': 'mamba'}, "'mamba' is not supported; one of .*'qwen2'"),
+    ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, r"lacks \['low_freq_factor', .* scaling 'llama3'"),
     ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4}}, "RoPE scaling 'yarn'"),
     ({'hidden_size': None, 'max_position_embeddings': None}, r"lacks \['hidden_size', 'max_position_embeddings'\]"),
     ({'attention_bias': True}, 'attention_bias'),
+    ({'quantization_config': {'quant_method': 'awq'}}, 'quantised weights'),
+    ({'model_type': 'qwen2', 'use_sliding_window': True}, 'use_sliding_window'),
+    ({'model_type': 'mistral', 'layer_types': ['full_attention', 'sliding_attention']}, 'layer_types'),
+    ({'model_type': 'qwen3', 'num_key_value_heads': None}, r"lacks \['num_key_value_heads', 'head_dim'\]"),
+    ({'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 5}, 'experts_per_token is 5; 1 .. num'),
+    ({'model_type': 'qwen2'}, 'model.layers.0.self_attn.q_proj.bias: missing'),
     ({'hidden_act': 'gelu'}, "hidden_act 'gelu'"),
     ({'tie_word_embeddings': True, 'num_hidden_layers': 1}, 'model.layers.1.mlp.gate_proj.weight: not expected'),
   ],
@@ -105,6 +112,115 @@ def test_hugging_face_folder(tmp_path, num_shards):
 def test_unsupported_folders(tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):
     hub.load_target(hf_folder(tmp_path / 'tiny', HF_CONFIG | changes))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'switches'),
+  [
+    ({'model_type': 'mistral', 'sliding_window': 64}, {'window': 64}),
+    ({'model_type': 'mistral', 'sliding_window': None}, {}),
+    ({'model_type': 'mistral'}, {'window': 4096}),  # what transformers makes of it
+    ({'model_type': 'qwen2', 'sliding_window': 64, 'use_sliding_window': False}, {'qkv_bias': True}),
+    ({'model_type': 'qwen3', 'head_dim': 8}, {'qk_norm': True}),
+    (
+      {'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 2},
+      {'num_experts': 4, 'experts_per_token': 2},
+    ),
+    ({'num_local_experts': 4}, {}),  # means nothing to a Llama
+  ],
+)
+def test_families(tmp_path, changes, switches):
+  config = folder.hf_target_config(tmp_path / 'tiny', HF_CONFIG | changes)
+  assert config == dataclasses.replace(TINY, **switches)
+
+
+def test_llama3_slows_the_long_waves_down():
+  """Wavelengths 2 pi theta^(i/4) in a context of 64: 6.3 is under 64/4, 28 between, 126 and 563 over 64/1."""
+  slowdown = folder.llama3_slowdown(400.0, 8, factor=8.0, low=1.0, high=4.0, original_context=64)
+  assert slowdown[0] == 1
+  assert 1 < slowdown[1] < 8
+  assert slowdown[2:] == (8, 8)
+
+
+@pytest.mark.parametrize(
+  ('generation', 'eos_ids'),
+  [({'eos_token_id': [7, 8, 9]}, (7, 8, 9)), ({'eos_token_id': 5}, (5,)), ({}, (3, 4)), (None, (3, 4))],
+)
+def test_generation_config_says_what_ends_a_text(tmp_path, generation, eos_ids):
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG)
+  if generation is not None:
+    (path / 'generation_config.json').write_text(json.dumps(generation))
+  assert hub.load_target(path).config.eos_ids == eos_ids
+
+
+def test_a_folder_brings_its_tokenizer(tmp_path):
+  transformers, tokenizers = pytest.importorskip('transformers'), pytest.importorskip('tokenizers')
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG)
+  assert hub.load_target(path).tokenizer is None
+  words = tokenizers.models.WordLevel({'<unk>': 0, 'sky': 5, '<end>': 3}, unk_token='<unk>')
+  backend = tokenizers.Tokenizer(words)
+  transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token='<end>').save_pretrained(path)
+  tokenizer = hub.load_target(path).tokenizer
+  assert (tokenizer.encode_prompt('sky'), tokenizer.eos_ids) == ([5], (3, 4))
+
+
+@pytest.mark.parametrize('stored', ['float32', 'float16', 'bfloat16'])
+@pytest.mark.parametrize('loaded', ['float32', 'float16', 'bfloat16'])
+def test_dtypes_of_a_folder(tmp_path, stored, loaded):
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG)
+  tensors = random_tensors(naming.hf_table(TINY))
+  write_safetensors(path / 'model.safetensors', {name: array.astype(stored) for name, array in tensors.items()})
+  head = hub.load_target(path, dtype=loaded).params['head']['weight']
+  assert head.dtype == loaded
+  np.testing.assert_array_equal(head, tensors['lm_head.weight'].astype(stored).astype(loaded))
+
+
+def damaged(path, damage):
+  """A folder of three shards after `damage(path)`."""
+  damage(hf_folder(path, HF_CONFIG, num_shards=3))
+  return path
+
+
+def rewrite(name, change):
+  """Damage: the tensors of one file become `change(tensors, folder)`."""
+
+  def damage(path):
+    write_safetensors(path / name, change(dict(read_safetensors(path / name)), path))
+
+  return damage
+
+
+def cast(dtype):
+  return rewrite('model-0.safetensors', lambda tensors, _: {name: x.astype(dtype) for name, x in tensors.items()})
+
+
+@pytest.mark.parametrize(
+  ('damage', 'message'),
+  [
+    (lambda path: (path / 'model-1.safetensors').unlink(), r"lacks \['model-1.safetensors'\], of 3 files"),
+    (
+      lambda path: (path / 'model-1.safetensors').write_bytes((path / 'model-1.safetensors').read_bytes()[:-9]),
+      'model-1.safetensors .* is not a whole safetensors file',
+    ),
+    (
+      rewrite(
+        'model-1.safetensors', lambda tensors, path: tensors | dict(read_safetensors(path / 'model-2.safetensors'))
+      ),
+      'came twice',
+    ),
+    (
+      rewrite('model-0.safetensors', lambda tensors, _: {name: np.nan * x for name, x in tensors.items()}),
+      'model.embed_tokens.weight: holds NaN or infinite values',
+    ),
+    (cast(np.int8), 'model.embed_tokens.weight: dtype int8, one of float32'),
+    (cast(ml_dtypes.float8_e4m3fn), 'model-0.safetensors: .* is stored as F8_E4M3, one of F32'),
+    (lambda path: (path / 'model.safetensors.index.json').write_text('{"weight_map": {"a": 1}}'), 'of file names'),
+    (lambda path: (path / 'generation_config.json').write_text('[]'), 'an object is needed'),
+  ],
+)
+def test_broken_folders_give_one_clear_error(tmp_path, damage, message):
+  with pytest.raises(ValueError, match=message):
+    hub.load_target(damaged(tmp_path / 'tiny', damage))
 
 
 def test_rope_theta_in_both_spellings(tmp_path):
@@ -123,7 +239,7 @@ def test_bad_target_names(tmp_path):
   with pytest.raises(ValueError, match='not valid JSON'):
     hub.load_target(tmp_path)
   (tmp_path / 'config.json').write_text(json.dumps(HF_CONFIG))
-  with pytest.raises(ValueError, match=r'holds neither model.safetensors nor'):
+  with pytest.raises(ValueError, match=r'holds none of model.safetensors'):
     hub.load_target(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """The small pure functions against NumPy loops, on random trees with ties, NaN scores, unused nodes and twins."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,11 +10,12 @@ import pytest
 
 from eagle_jax import cache as kv_cache
 from eagle_jax import sampling
+from eagle_jax.config import TargetConfig
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.economy import Economy, best_size, is_level_worth
 from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
-from eagle_jax.target.layers import over_cache
+from eagle_jax.target.layers import Experts, SwiGLU, over_cache
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from eagle_jax.verify import verify
 from oracle import numpy_keep
@@ -250,7 +252,8 @@ def test_accepted_rows_are_appended(seed):
 
 @pytest.mark.parametrize('num_slots', [0, 9])
 @pytest.mark.parametrize('num_earlier', [0, 3])
-def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_earlier):
+@pytest.mark.parametrize('is_windowed', [False, True])
+def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_earlier, is_windowed):
   rng = np.random.default_rng(num_slots + num_earlier)
   B, G, J, T, K = 2, 2, 3, 4, 8
   length_B = np.minimum([0, 7], num_slots).astype(np.int32)
@@ -259,17 +262,57 @@ def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_
   old, earlier, new = (rng.standard_normal((2, B, G, n, K)).astype(np.float32) for n in (num_slots, num_earlier, T))
   q = rng.standard_normal((B, G, J, T, K)).astype(np.float32)
   given = tuple(map(jnp.asarray, earlier)) if num_earlier else None
-  mix = over_cache(*map(jnp.asarray, old), jnp.asarray(length_B), jnp.asarray(mask_BTM), given)
+  oldest_BT = np.array([[-2, 0, 1, 3], [-1, 2, 6, 9]])
+  oldest = jnp.asarray(oldest_BT) if is_windowed else None
+  mix = over_cache(*map(jnp.asarray, old), jnp.asarray(length_B), jnp.asarray(mask_BTM), given, oldest)
   out, memory = mix(jnp.asarray(q), *map(jnp.asarray, new))
   for found, parts in zip(memory, zip(earlier, new, strict=True), strict=True):
     np.testing.assert_array_equal(found, np.concatenate(parts, axis=2))
   for b, g, j, t in np.ndindex(B, G, J, T):
+    start = max(oldest_BT[b, t], 0) if is_windowed else 0
     seen = [
-      np.concatenate([x[b, g, : length_B[b]], y[b, g][mask_BTM[b, t]]])
+      np.concatenate([x[b, g, start : length_B[b]], y[b, g][mask_BTM[b, t]]])
       for x, y in zip(old, np.concatenate([earlier, new], axis=3), strict=True)
     ]
     weight = np.exp(seen[0] @ q[b, g, j, t] / np.sqrt(K))
     np.testing.assert_allclose(out[b, g, j, t], weight @ seen[1] / weight.sum(), rtol=2e-5, atol=1e-6)
+
+
+ROUTED = TargetConfig(
+  vocab_size=7, width=6, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_width=5, max_context=8,
+  num_experts=4, experts_per_token=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('num_rows', [1, 9])
+def test_each_row_goes_through_its_likeliest_experts(num_rows):
+  x_DR = np.random.default_rng(num_rows).standard_normal((6, num_rows)).astype(np.float32)
+  network = Experts(ROUTED)
+  variables = network.init(jax.random.key(0), jnp.asarray(x_DR))
+  out_DR = network.apply(variables, jnp.asarray(x_DR))
+  weights = jax.tree.map(np.asarray, variables['params'])
+  for x_D, out_D in zip(x_DR.T, np.asarray(out_DR).T, strict=True):
+    odds_E = np.exp(weights['router']['weight'] @ x_D)
+    chosen, expected_D = np.argsort(odds_E)[-2:], np.zeros(6)
+    for index in chosen:
+      gate, up, down = (weights[f'expert_{index}'][part]['weight'] for part in ('gate', 'up', 'down'))
+      silu_F = gate @ x_D / (1 + np.exp(-gate @ x_D))
+      expected_D += odds_E[index] / odds_E[chosen].sum() * (down @ (silu_F * (up @ x_D)))
+    np.testing.assert_allclose(out_D, expected_D, rtol=1e-5, atol=1e-6)
+
+
+def test_what_another_rows_expert_makes_of_a_row_does_not_count():
+  """At float16 it may overflow, and 0 x inf would be NaN."""
+  network = Experts(dataclasses.replace(ROUTED, num_experts=2, experts_per_token=1))
+  x_DR = jnp.asarray(np.array([[30, -1], *[[30, 1]] * 5]), jnp.float16)
+  params = network.init(jax.random.key(0), x_DR)['params']
+  params['router']['weight'] = jnp.zeros((2, 6), jnp.float16).at[:, 0].set(jnp.asarray([1, -1], jnp.float16))
+  params['expert_1']['up']['weight'] = jnp.full((5, 6), 100, jnp.float16)
+  assert not jnp.isfinite(SwiGLU(5).apply({'params': params['expert_1']}, x_DR[:, :1])).all()
+  alone_D1 = network.apply({'params': params}, x_DR[:, :1])
+  out_DR = network.apply({'params': params}, x_DR)
+  assert jnp.isfinite(out_DR).all()
+  np.testing.assert_array_equal(out_DR[:, :1], alone_D1)
 
 
 # What pays.

@@ -6,11 +6,15 @@ import os
 import pickle
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny
+from eagle_jax import hub
 from eagle_jax.weights.pickled import read_pickled
+from eagle_jax.weights.safetensors import read_safetensors
 
 
 class Global:
@@ -137,6 +141,20 @@ def test_nothing_is_executed(tmp_path, content):
 def test_what_does_not_fit_is_refused(tmp_path, content, message):
   with pytest.raises(ValueError, match=message):
     list(read_pickled(write(tmp_path / 'a.bin', content, {'0': SIX})))
+
+
+def test_a_drafter_is_loaded_from_a_pickled_file(tmp_path):
+  target, drafter = tiny.target(), tiny.drafter()
+  hub.save_drafter(drafter, tmp_path)
+  arrays = dict(read_safetensors(tmp_path / 'model.safetensors'))
+  (tmp_path / 'model.safetensors').unlink()
+  content = {}
+  for key, (name, array) in enumerate(arrays.items()):
+    strides = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
+    content[name] = tensor(Storage('FloatStorage', str(key), array.size), array.shape, strides)
+  write(tmp_path / 'pytorch_model.bin', content, {str(key): array for key, array in enumerate(arrays.values())})
+  loaded = hub.load_drafter(tmp_path, target)
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, drafter.params)
 
 
 def test_damaged_files_are_refused(tmp_path):

@@ -78,7 +78,11 @@ def test_without_a_mesh_nothing_is_constrained():
 def shapes():
   networks = {
     'target': TransformerTarget(TargetConfig(**SIZES, num_layers=2, max_context=64)),
-    'drafter': Eagle(DrafterConfig(**SIZES, qkv_bias=True)),
+    'biased': TransformerTarget(TargetConfig(**SIZES, num_layers=1, max_context=64, qkv_bias=True, qk_norm=True)),
+    'routed': TransformerTarget(
+      TargetConfig(**SIZES, num_layers=1, max_context=64, num_experts=4, experts_per_token=2)
+    ),
+    'drafter': Eagle(DrafterConfig(**SIZES)),
   }
   return {name: jax.eval_shape(network.init_params, jax.random.key(0)) for name, network in networks.items()}
 
@@ -86,8 +90,8 @@ def shapes():
 def test_every_parameter_has_its_row_or_is_small(shapes):
   names = {tuple(key.key for key in path[-2:]) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)}
   assert set(PARAM_AXES) <= names
-  small = {('q', 'bias'), ('k', 'bias'), ('v', 'bias'), ('fc', 'bias')}
-  small |= {(norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm')}
+  small = {('fc', 'bias'), ('router', 'weight')}
+  small |= {(norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm', 'q_norm', 'k_norm')}
   assert names - set(PARAM_AXES) == small
   assert {axis for axes in PARAM_AXES.values() for axis in axes} <= set(RULES)
 
@@ -133,6 +137,14 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
     '.drafter.cache.length': rows, '.drafter.cache.keys[0]': rows, '.drafter.cache.values[0]': rows,
     '.drafter.feature': 32, '.limits.eos': 1,
   }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', MESHES)
+@pytest.mark.parametrize('family', ['biased', 'routed'])
+def test_families_are_sharded_alike(on_meshes, family, mesh):
+  """Relative error of the logits: biases and expert weights are split as the rules say, sums go over all shares."""
+  assert on_meshes['families'][mesh][family] < 1e-5
 
 
 @pytest.mark.slow

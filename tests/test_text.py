@@ -1,6 +1,8 @@
 """Text <-> ids. A tokenizer of raw bytes for the corner cases, SmolLM2's own for the facts about it."""
 
+import json
 import random
+import unicodedata
 
 import pytest
 
@@ -8,6 +10,7 @@ from eagle_jax.text import Detokenizer, Tokenizer
 
 pytest.importorskip('tokenizers')
 pytest.importorskip('jinja2')
+gguf = pytest.importorskip('gguf')
 
 STRINGS = (
   '',
@@ -46,6 +49,22 @@ def byte_metadata(**changes) -> dict:
   return {prefix + name: value for name, value in (fields | changes).items() if value is not None}
 
 
+def piece_metadata(**changes) -> dict:
+  """GGUF metadata of a SentencePiece vocabulary: three special tokens, 256 bytes, letters, joint pieces with scores."""
+  prefix = 'tokenizer.ggml.'
+  letters = [chr(code) for code in range(0x21, 0x7F)] + ['\u2581']
+  joint = {'\u2581t': -1.0, 'he': -2.0, '\u2581the': -3.0, 'ab': -5.0, 'bc': -4.0, '\u2581\u2581': -6.0}
+  fields = {
+    'model': 'llama',
+    'tokens': ['<unk>', '<s>', '</s>', *(f'<0x{byte:02X}>' for byte in range(256)), *letters, *joint],
+    'scores': [0.0] * 259 + [-100.0] * len(letters) + [*joint.values()],
+    'token_type': [2, 3, 3] + [6] * 256 + [1] * (len(letters) + len(joint)),
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+  }
+  return {prefix + name: value for name, value in (fields | changes).items() if value is not None}
+
+
 @pytest.fixture
 def byte_tokenizer():
   return Tokenizer.from_gguf(byte_metadata(), eos_ids=(258,))
@@ -72,6 +91,151 @@ def test_bytes_merges_and_specials(byte_tokenizer):
 def test_digits_stand_alone_where_the_vocabulary_says_so(pre, ids):
   metadata = byte_metadata(pre=pre, tokens=[*byte_letters(), '12', '<|bos|>', '<|end|>'], merges=['1 2'])
   assert Tokenizer.from_gguf(metadata).encode('12a') == ids
+
+
+def test_pieces_join_by_score():
+  """'bc' scores above 'ab'; a space is a letter, and one is put before a text."""
+  tokenizer = Tokenizer.from_gguf(piece_metadata())
+  tokens = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode('the abc the\u20ac</s>x')]
+  euro = ['<0xE2>', '<0x82>', '<0xAC>']
+  assert tokens == ['\u2581the', '\u2581', 'a', 'bc', '\u2581the', *euro, '</s>', '\u2581', 'x']
+  assert tokenizer.encode_prompt('the')[0] == 1
+  assert Tokenizer.from_gguf(piece_metadata(add_bos_token=False)).encode_prompt('the')[0] != 1
+  assert Tokenizer.from_gguf(piece_metadata(add_space_prefix=False)).decode(tokenizer.encode('the')) == ' the'
+
+
+@pytest.mark.parametrize('text', [text for text in STRINGS if '\x00' not in text])
+def test_pieces_round_trip(text):
+  tokenizer = Tokenizer.from_gguf(piece_metadata())
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
+  for size in (1, 2, 3, 7):
+    assert ''.join(in_pieces(tokenizer, ids, iter([size] * 1000))) == text
+
+
+def test_any_pieces_stream_to_the_decoded_text():
+  """Spaces are neither lost nor doubled, whatever begins a push; bytes that are no UTF-8 come out alike."""
+  tokenizer, rng = Tokenizer.from_gguf(piece_metadata()), random.Random(0)
+  tokens = ['\u2581', '\u2581the', 'he', '\u2581\u2581', 'x', '<s>', '<0xE2>', '<0x82>', '<0xAC>', '<0x20>', '<0xFF>']
+  alphabet = [tokenizer.backend.token_to_id(token) for token in tokens]
+  for _ in range(500):
+    ids = rng.choices(alphabet, weights=[3, 3, 3, 3, 3, 1, 2, 2, 2, 1, 1], k=rng.randrange(25))
+    ids = [b for a, b in zip([0, *ids], ids, strict=False) if not (b == 1 and tokenizer.is_raw_byte(a))]
+    pieces = in_pieces(tokenizer, ids, iter(lambda: rng.randrange(1, 5), 0))
+    assert ''.join(pieces) == tokenizer.decode(ids), ids
+
+
+def gguf_file(path, metadata):
+  """A GGUF file of a tokenizer alone, as converters write one."""
+  writer = gguf.GGUFWriter(path, 'llama')
+  lists = {'tokens': writer.add_token_list, 'merges': writer.add_token_merges, 'scores': writer.add_token_scores}
+  lists |= {'token_type': writer.add_token_types, 'model': writer.add_tokenizer_model, 'pre': writer.add_tokenizer_pre}
+  lists |= {'bos_token_id': writer.add_bos_token_id, 'eos_token_id': writer.add_eos_token_id}
+  for name, value in metadata.items():
+    lists[name.removeprefix('tokenizer.ggml.')](value)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.close()
+  return path
+
+
+@pytest.mark.parametrize('metadata', [byte_metadata(pre='qwen2'), byte_metadata(pre='llama-bpe'), piece_metadata()])
+def test_gguf_tokenizers_are_those_of_transformers(metadata, tmp_path):
+  transformers = pytest.importorskip('transformers')
+  gguf_file(tmp_path / 'tiny.gguf', metadata)
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='tiny.gguf')
+  ours = Tokenizer.from_gguf(metadata)
+  for text in STRINGS:
+    if 'tokenizer.ggml.scores' in metadata and text.startswith(' '):
+      continue  # transformers puts no space before one, llama.cpp does
+    composed = unicodedata.normalize('NFC', text)  # which transformers leaves out where a Qwen2 comes as GGUF
+    assert ours.encode(composed) == theirs.encode(composed, add_special_tokens=False), text
+
+
+def test_qwen2_composes():
+  transformers = pytest.importorskip('transformers')
+  metadata = byte_metadata(pre='qwen2')
+  vocab = {token: i for i, token in enumerate(metadata['tokenizer.ggml.tokens'])}
+  theirs = transformers.Qwen2Tokenizer(vocab=vocab, merges=[('a', 'b')], unk_token=None, eos_token=None, pad_token=None)
+  for text in STRINGS:
+    assert Tokenizer.from_gguf(metadata).encode(text) == theirs.encode(text)
+
+
+TEMPLATES = {
+  'several': {'tool_use': '{{ tools }}', 'default': '{% for m in messages %}{{ m.content }}{% endfor %}'},
+  'plain': '{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}',
+  'tools, dates and JSON': (
+    "{%- if tools is not none %}{{ tools }}{%- endif %}{% if strftime_now is defined %}{{ strftime_now('%Y') }}"
+    '{% endif %}{%- for m in messages %}{%- if loop.index > 2 %}{%- break %}{%- endif %}\n{{ m | tojson }}\n'
+    '{%- endfor %}{% if add_generation_prompt %}<|bos|>{% endif %}'
+  ),
+}
+
+
+@pytest.fixture(params=TEMPLATES)
+def folder_and_theirs(request, byte_tokenizer, tmp_path):
+  """A folder that transformers saved a tokenizer to, and that tokenizer."""
+  transformers = pytest.importorskip('transformers')
+  backend = byte_tokenizer.backend
+  backend.enable_truncation(3)
+  theirs = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, bos_token='<|bos|>', eos_token='<|end|>', chat_template=TEMPLATES[request.param]
+  )
+  theirs.save_pretrained(tmp_path)
+  return tmp_path, theirs
+
+
+def test_the_tokenizer_of_a_folder_is_that_of_transformers(folder_and_theirs):
+  folder, theirs = folder_and_theirs
+  ours = Tokenizer.from_folder(folder, (99, 258))
+  assert (ours.bos_id, ours.eos_ids, ours.adds_bos, ours.vocab_size) == (257, (258, 99), False, 259)
+  for text in STRINGS:
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode([257, *ids, 258]) == theirs.decode([257, *ids, 258], skip_special_tokens=True) == text
+  messages = [{'role': role, 'content': f'caf\u00e9 <{role}>'} for role in ('user', 'assistant', 'user')]
+  for ends_open in (True, False):
+    rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=ends_open)
+    assert ours.render(messages, ends_open) == rendered
+    assert ours.encode_chat(messages, ends_open) == theirs.encode(rendered, add_special_tokens=False)
+
+
+def test_a_folder_whose_tokenizer_puts_a_first_token(byte_tokenizer, tmp_path):
+  transformers = pytest.importorskip('transformers')
+  tokenizers = pytest.importorskip('tokenizers')
+  backend = byte_tokenizer.backend
+  backend.post_processor = tokenizers.processors.TemplateProcessing(
+    single='<|bos|> $A', special_tokens=[('<|bos|>', 257)]
+  )
+  theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token='<|bos|>')
+  theirs.save_pretrained(tmp_path)
+  ours = Tokenizer.from_folder(tmp_path)
+  assert ours.encode_prompt('ab') == theirs.encode('ab') == [257, 256]
+  assert ours.encode('ab') == [256]
+
+
+def test_the_folder_of_a_llama_2(tmp_path):
+  """Its class joins pieces, puts a space before a text, and drops it when it decodes."""
+  transformers = pytest.importorskip('transformers')
+  pieces = Tokenizer.from_gguf(piece_metadata())
+  model = json.loads(pieces.backend.to_str())['model']
+  merges = [tuple(pair) for pair in model['merges']]
+  transformers.LlamaTokenizer(vocab=model['vocab'], merges=merges).save_pretrained(tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'llama'}))
+  ours, theirs = Tokenizer.from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+  for text in STRINGS:
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert ours.encode_prompt(text) == theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids)
+    assert ''.join(in_pieces(ours, ids, iter([1] * 1000))) == ours.decode(ids)
+
+
+def test_folders_without_a_tokenizer_or_with_a_broken_one(tmp_path):
+  assert Tokenizer.from_folder(tmp_path) is None
+  (tmp_path / 'tokenizer.json').write_text('{"model": ')
+  with pytest.raises(ValueError, match=r"cannot read the tokenizer in \['tokenizer.json'\]"):
+    Tokenizer.from_folder(tmp_path)
 
 
 def test_prompt_without_a_template():
@@ -107,7 +271,12 @@ def test_template_cannot_reach_into_python():
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
-  [({'model': 'llama'}, "'llama'"), ({'pre': 'unheard-of'}, "'unheard-of'"), ({'merges': None}, 'merges')],
+  [
+    ({'model': 'bert'}, "'bert'"),
+    ({'pre': 'unheard-of'}, "'unheard-of'"),
+    ({'merges': None}, 'merges'),
+    ({'model': 'llama'}, 'scores'),
+  ],
 )
 def test_other_tokenizers_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
@@ -142,7 +311,7 @@ def test_only_the_open_end_is_decoded_again(byte_tokenizer, monkeypatch):
   decode = Tokenizer.decode
   monkeypatch.setattr(Tokenizer, 'decode', lambda self, ids: seen.append(len(ids)) or decode(self, ids))
   in_pieces(byte_tokenizer, byte_tokenizer.encode('añ👍' * 100), iter([1] * 1000))
-  assert max(seen) == 4  # the longest character
+  assert max(seen) == 2 + 4  # the longest character, and what stands before it
 
 
 @pytest.mark.real

@@ -1,6 +1,7 @@
 """Bytes -> parameters: GGUF and safetensors files written here, read back, and damaged."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.weights import folder, naming
 from eagle_jax.weights import gguf as gguf_file
-from eagle_jax.weights import naming
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
@@ -56,12 +58,34 @@ def test_gguf_needed_fields_have_no_default(tmp_path, table):
     ({'llama.rope.scaling.type': 'yarn'}, 'RoPE scaling'),
     ({'llama.expert_count': 8}, 'experts'),
     ({'llama.rope.dimension_count': 4}, 'rope.dimension_count is 4'),
+    ({'llama.attention.sliding_window': 4096}, 'sliding window'),
   ],
 )
 def test_gguf_variants_are_refused(tmp_path, table, extra, message):
   path = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table), extra=extra)
   with pytest.raises(ValueError, match=message):
     gguf_file.target_config(gguf_file.read_gguf(path))
+
+
+def test_gguf_of_qwen2(tmp_path):
+  """Rows of q and k as they are, and biases."""
+  biased = dataclasses.replace(TINY, qkv_bias=True)
+  table = naming.gguf_table(biased, permuted_qk=False)
+  tensors = random_tensors(table)
+  file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors, arch='qwen2'))
+  config = gguf_file.target_config(file)
+  assert dataclasses.replace(config, norm_eps=TINY.norm_eps) == biased
+  assert gguf_file.architecture(file).permuted_qk is False
+  attention = assemble(file.tensors(), table, jnp.float32)['layer_1']['attn']
+  np.testing.assert_array_equal(attention['q']['weight'], tensors['blk.1.attn_q.weight'])
+  np.testing.assert_array_equal(attention['k']['bias'], tensors['blk.1.attn_k.bias'])
+
+
+def test_gguf_rope_factors_come_as_a_tensor(tmp_path, table):
+  tensors = random_tensors(table) | {'rope_freqs.weight': np.array([1, 1, 2.5, 8], np.float32)}
+  file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors))
+  assert gguf_file.target_config(file).rope_slowdown == (1, 1, 2.5, 8)
+  assert assemble(file.tensors(), table, jnp.float32).keys() == {'embed', 'layer_0', 'layer_1', 'norm', 'head'}
 
 
 def test_gguf_other_architecture(tmp_path, table):
@@ -125,7 +149,8 @@ def test_assemble_lists_all_faults_at_once(table):
   tensors['blk.1.ffn_up.weight'] = tensors['blk.1.ffn_up.weight'].T
   tensors['blk.1.attn_norm.weight'][3] = np.nan
   tensors['token_embd.weight'][0, 0] = np.inf
-  with pytest.raises(ValueError, match='6 of 21 needed tensors') as caught:
+  tensors['blk.0.ffn_up.weight'] = np.ones((64, 32), np.int8)
+  with pytest.raises(ValueError, match='7 of 21 needed tensors') as caught:
     assemble(tensors.items(), table, jnp.float32, source='tiny.gguf')
   for line in (
     'blk.0.attn_q.weight: missing, [32, 32] needed',
@@ -134,6 +159,7 @@ def test_assemble_lists_all_faults_at_once(table):
     'blk.1.ffn_up.weight: shape [32, 64], [64, 32] needed',
     'blk.1.attn_norm.weight: holds NaN or infinite values',
     'token_embd.weight: holds NaN or infinite values',
+    'blk.0.ffn_up.weight: dtype int8, one of float32, float16 and bfloat16 needed',
   ):
     assert line in str(caught.value)
 
@@ -185,15 +211,80 @@ def test_drafter_tree(fc_bias, qkv_bias):
   }
 
 
-@pytest.mark.parametrize('tied', [True, False])
-def test_target_tree_is_the_networks_own(tied):
-  transformer = pytest.importorskip('eagle_jax.target.transformer')
-  config = dataclasses.replace(TINY, tied_head=tied)
-  init = transformer.TransformerTarget(config).init_params
+@pytest.mark.parametrize(
+  'switches',
+  [
+    {},
+    {'tied_head': True},
+    {'qkv_bias': True},
+    {'qk_norm': True},
+    {'num_experts': 4, 'experts_per_token': 2},
+  ],
+)
+def test_target_tree_is_the_networks_own(switches):
+  config = dataclasses.replace(TINY, **switches)
+  init = TransformerTarget(config).init_params
   needed = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
-  for table in (naming.gguf_table(config, permuted_qk=True), naming.hf_table(config)):
+  tables = [naming.hf_table(config)]
+  if not config.num_experts:
+    tables.append(naming.gguf_table(config, permuted_qk=True))
+  for table in tables:
     params = assemble(random_tensors(table).items(), table, jnp.float32)
     assert jax.tree.map(jnp.shape, params) == needed
+
+
+LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+PUBLISHED = {
+  'Llama-2-7b, Vicuna-7b': (
+    6_738_415_616, {'model_type': 'llama', 'vocab_size': 32000, 'hidden_size': 4096, 'intermediate_size': 11008},
+  ),
+  'Llama-3.1-8B': (
+    8_030_261_248,
+    {
+      'model_type': 'llama', 'vocab_size': 128256, 'hidden_size': 4096, 'intermediate_size': 14336,
+      'num_key_value_heads': 8, 'rope_theta': 500000.0,
+      'rope_scaling': LLAMA3 | {'original_max_position_embeddings': 8192},
+    },
+  ),
+  'Mistral-7B-v0.1': (
+    7_241_732_096,
+    {
+      'model_type': 'mistral', 'vocab_size': 32000, 'hidden_size': 4096, 'intermediate_size': 14336,
+      'num_key_value_heads': 8, 'sliding_window': 4096, 'rope_theta': 10000.0,
+    },
+  ),
+  'Mixtral-8x7B-v0.1': (
+    46_702_792_704,
+    {
+      'model_type': 'mixtral', 'vocab_size': 32000, 'hidden_size': 4096, 'intermediate_size': 14336,
+      'num_key_value_heads': 8, 'sliding_window': None, 'rope_theta': 1000000.0, 'num_local_experts': 8,
+      'num_experts_per_tok': 2,
+    },
+  ),
+  'Qwen2.5-7B': (
+    7_615_616_512,
+    {
+      'model_type': 'qwen2', 'vocab_size': 152064, 'hidden_size': 3584, 'intermediate_size': 18944,
+      'num_hidden_layers': 28, 'num_attention_heads': 28, 'num_key_value_heads': 4, 'rope_theta': 1000000.0,
+      'sliding_window': 131072, 'use_sliding_window': False,
+    },
+  ),
+  'Qwen3-8B': (
+    8_190_735_360,
+    {
+      'model_type': 'qwen3', 'vocab_size': 151936, 'hidden_size': 4096, 'intermediate_size': 12288,
+      'num_hidden_layers': 36, 'num_key_value_heads': 8, 'head_dim': 128, 'rope_theta': 1000000,
+      'attention_bias': False, 'sliding_window': None, 'use_sliding_window': False,
+    },
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(('num_params', 'content'), PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_the_tables_hold_as_many_parameters_as_were_published(num_params, content, tmp_path):
+  common = {'num_hidden_layers': 32, 'num_attention_heads': 32, 'max_position_embeddings': 4096, 'rms_norm_eps': 1e-5}
+  config = folder.hf_target_config(tmp_path, common | content)
+  assert sum(math.prod(entry.shape) for entry in naming.hf_table(config).entries.values()) == num_params
 
 
 def test_flatten_lists_all_faults_at_once(table):

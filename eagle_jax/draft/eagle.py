@@ -32,7 +32,7 @@ class EagleHead(nn.Module):
     """Outputs of the rows, [D, R], and the memory that `mix` returns."""
     x_DR = Linear(self.config.width, self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
     # No input norm, for what comes in is normed; and no final one.
-    layer = DecoderLayer(self.config, has_input_norm=False, qkv_bias=self.config.qkv_bias, name='layer')
+    layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
     return layer(x_DR, position_BT, mix)
 
 

@@ -78,28 +78,31 @@ def head_logits(weight_VD: jax.Array, feature_DR: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nn.Module):
-  """x / rms(x) * scale over the width, in float32 inside."""
+  """x / rms(x) * scale over the last dimension but one (the width, or that of each head), in float32 inside."""
 
   eps: float
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
-    scale_D = self.param('scale', nn.initializers.ones, x_DR.shape[:1], x_DR.dtype)
+    scale_D = self.param('scale', nn.initializers.ones, x_DR.shape[-2:-1], x_DR.dtype)
     x32_DR = x_DR.astype(jnp.float32)
-    rms_R = jnp.sqrt(jnp.square(x32_DR).mean(axis=0, keepdims=True) + self.eps)
-    return (x32_DR / rms_R).astype(x_DR.dtype) * scale_D[:, None]
+    rms_R = jnp.sqrt(jnp.square(x32_DR).mean(axis=-2, keepdims=True) + self.eps)
+    return (x32_DR / rms_R).astype(x_DR.dtype) * jax.lax.broadcast_in_dim(scale_D, x_DR.shape, (x_DR.ndim - 2,))
 
 
-def rotate(x_HKR: jax.Array, position_R: jax.Array, *, theta: float) -> jax.Array:
+def rotate(x_HKR: jax.Array, position_R: jax.Array, *, theta: float, slowdown: tuple[float, ...] = ()) -> jax.Array:
   """Rotary position embedding, rotate-half form: dimension i turns with i + K/2 (RoFormer, arXiv:2104.09864).
 
   Args:
     x_HKR: [heads, K, R], any float dtype; angles are float32.
     position_R: [R] i32, absolute positions.
     theta: base of the wavelengths.
+    slowdown: by how much each of the K/2 pairs turns slower; () for none.
   """
   half = x_HKR.shape[1] // 2
   frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  if slowdown:
+    frequency /= jnp.asarray(slowdown, jnp.float32)
   angle = frequency[:, None] * position_R.astype(jnp.float32)[None, :]
   cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
   low, high = jnp.split(x_HKR.astype(jnp.float32), 2, axis=1)
@@ -131,6 +134,7 @@ def over_cache(
   length_B: jax.Array,
   mask_BTM: jax.Array,
   earlier: tuple[jax.Array, jax.Array] | None = None,
+  oldest_BT: jax.Array | None = None,
 ) -> Mix:
   """Grouped-query attention of T rows to the committed ones, and to new ones beside the cache; softmax in float32.
 
@@ -138,18 +142,22 @@ def over_cache(
 
   Args:
     keys_BGSK, values_BGSK: one layer of the cache, read only.
-    length_B: [B] i32, committed rows; all T rows see them.
+    length_B: [B] i32, committed rows; all T rows see them, or those from `oldest` on.
     mask_BTM: bool, who sees whom among the new rows: the earlier ones, then the T rows themselves.
     earlier: memory of passes that were not committed; None for none.
+    oldest_BT: [B, T] i32, the first slot that each of the T rows sees; None for slot 0.
   """
   num_slots = keys_BGSK.shape[2]
-  is_committed_BS = jnp.arange(num_slots)[None] < length_B[:, None]
+  slot_S = jnp.arange(num_slots).reshape(1, 1, -1)
+  visible_BTS = slot_S < length_B[:, None, None]  # one for all T rows, unless they see different ones
+  if oldest_BT is not None:
+    visible_BTS &= slot_S >= oldest_BT[..., None]
 
   def mix(q_BGJTK, k_BGTK, v_BGTK):
     k_BGMK, v_BGMK = k_BGTK, v_BGTK
     if earlier is not None:
       k_BGMK, v_BGMK = jnp.concatenate([earlier[0], k_BGTK], axis=2), jnp.concatenate([earlier[1], v_BGTK], axis=2)
-    score_BGJTS = jnp.where(is_committed_BS[:, None, None, None], scores(q_BGJTK, keys_BGSK), HIDDEN)
+    score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, keys_BGSK), HIDDEN)
     score_BGJTM = jnp.where(mask_BTM[:, None, None], scores(q_BGJTK, k_BGMK), HIDDEN)
     weight = jax.nn.softmax(jnp.concatenate([score_BGJTS, score_BGJTM], axis=-1))
     out_BGJTK = mixed(weight[..., :num_slots], values_BGSK) + mixed(weight[..., num_slots:], v_BGMK)
@@ -179,26 +187,28 @@ def appending(keys_BGSK: jax.Array, values_BGSK: jax.Array, length_B: jax.Array)
 class Attention(nn.Module):
   """Self-attention of new rows; `mix` says over what."""
 
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  rope_theta: float
-  qkv_bias: bool = False
+  config: Any  # a `TargetConfig` or a `DrafterConfig`
 
   @nn.compact
   def __call__(self, x_DR, position_BT, mix: Mix):
-    (B, T), G, K = position_BT.shape, self.num_kv_heads, self.head_dim
-    J, position_R = self.num_heads // G, position_BT.reshape(-1)
+    c = self.config
+    (B, T), G, K = position_BT.shape, c.num_kv_heads, c.head_dim
+    J, position_R = c.num_heads // G, position_BT.reshape(-1)
 
     def project(name, heads):
-      return Linear(heads * K, self.qkv_bias, name=name)(x_DR).reshape(heads, K, B * T)
+      return Linear(heads * K, c.qkv_bias, name=name)(x_DR).reshape(heads, K, B * T)
 
-    q_BGJTK = rotate(project('q', self.num_heads), position_R, theta=self.rope_theta)
-    q_BGJTK = q_BGJTK.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
-    k, v = rotate(project('k', G), position_R, theta=self.rope_theta), project('v', G)
+    def turned(name, heads):
+      x_HKR = project(name, heads)
+      if c.qk_norm:
+        x_HKR = RMSNorm(c.norm_eps, name=f'{name}_norm')(x_HKR)
+      return rotate(x_HKR, position_R, theta=c.rope_theta, slowdown=c.rope_slowdown)
+
+    q_BGJTK = turned('q', c.num_heads).reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
+    k, v = turned('k', G), project('v', G)
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k, v))
     out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
-    out_CR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(self.num_heads * K, B * T)
+    out_CR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
     return Linear(x_DR.shape[0], name='o')(out_CR), memory
 
 
@@ -214,20 +224,58 @@ class SwiGLU(nn.Module):
     return Linear(x_DR.shape[0], name='down')(nn.silu(gate_FR) * up_FR)
 
 
+def routed(logits_ER: jax.Array, experts_per_token: int) -> jax.Array:
+  """[E, R] f32: each row's share of its likeliest experts, which sum to 1; 0 for the others."""
+  p_RE = jax.nn.softmax(logits_ER.astype(jnp.float32), axis=0).T
+  p_Rk, expert_Rk = jax.lax.top_k(p_RE, experts_per_token)
+  share_Rk = p_Rk / p_Rk.sum(axis=1, keepdims=True)
+  return (jax.nn.one_hot(expert_Rk, p_RE.shape[1], axis=0) * share_Rk[None]).sum(axis=2)
+
+
+class Experts(nn.Module):
+  """Each row through the few of E SwiGLUs that a router chooses for it (Mixtral, arXiv:2401.04088).
+
+  An expert that no row chose is not even read: what a pass over a few rows costs is weights. One that some row chose
+  runs over all rows, so shapes are static; for a pass over many rows that is E / experts_per_token times the arithmetic
+  needed.
+  """
+
+  config: Any  # a `TargetConfig`
+
+  @nn.compact
+  def __call__(self, x_DR: jax.Array) -> jax.Array:
+    c = self.config
+    share_ER = routed(Linear(c.num_experts, name='router')(x_DR), c.experts_per_token)
+    out_DR = jnp.zeros_like(x_DR)
+    for index in range(c.num_experts):
+      share_1R = share_ER[index : index + 1]
+
+      def add(expert, out_DR, share_1R=share_1R):
+        # Chosen, not multiplied by 0: what a row that is not the expert's gives may have overflowed.
+        own_DR = jnp.where(share_1R > 0, expert(x_DR).astype(jnp.float32) * share_1R, 0)
+        return out_DR + own_DR.astype(out_DR.dtype)
+
+      expert = SwiGLU(c.ffn_width, name=f'expert_{index}')
+      if self.is_initializing():  # all of them must have parameters
+        out_DR = add(expert, out_DR)
+      else:
+        out_DR = nn.cond((share_1R > 0).any(), add, lambda _, out_DR: out_DR, expert, out_DR)
+    return out_DR
+
+
 class DecoderLayer(nn.Module):
   """x + attention(norm(x)), then x + mlp(norm(x))."""
 
   config: Any  # a `TargetConfig` or a `DrafterConfig`
   has_input_norm: bool = True
-  qkv_bias: bool = False
 
   @nn.compact
   def __call__(self, x_DR, position_BT, mix: Mix):
     """[D, R], and the memory that `mix` returns."""
     c = self.config
-    attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, self.qkv_bias, name='attn')
+    mlp = Experts(c, name='mlp') if c.num_experts else SwiGLU(c.ffn_width, name='mlp')
     read_DR = RMSNorm(c.norm_eps, name='attn_norm')(x_DR) if self.has_input_norm else x_DR
-    mixed_DR, memory = attention(read_DR, position_BT, mix)
+    mixed_DR, memory = Attention(c, name='attn')(read_DR, position_BT, mix)
     x_DR += mixed_DR
-    x_DR += SwiGLU(c.ffn_width, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
+    x_DR += mlp(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
     return x_DR, memory

@@ -55,10 +55,15 @@ class Transformer(nn.Module):
       mask_BTT: [B, T, T] bool, [i, j] is True where row i sees row j.
       cache: of the committed rows.
     """
+    oldest_BT = None
+    if self.config.window is not None:  # slots are positions
+      oldest_BT = position_BT - (self.config.window - 1)
+      mask_BTT &= position_BT[:, None] >= oldest_BT[..., None]
     x_DR = self.embed(token_BT.reshape(-1))
     layers = []
     for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
-      x_DR, kv_BGTK = layer(x_DR, position_BT, over_cache(keys_BGSK, values_BGSK, cache.length, mask_BTT))
+      mix = over_cache(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest_BT=oldest_BT)
+      x_DR, kv_BGTK = layer(x_DR, position_BT, mix)
       layers.append(kv_BGTK)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
     return Taps(feature_DBT), NewRows(*zip(*layers, strict=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,37 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.weights.pickled import read_pickled
 from eagle_jax.weights.safetensors import read_safetensors
 
 DRAFTER_KIND = 'eagle2'  # our own drafter folders; published ones have no "kind"
-_DEFAULT_ROPE_THETA = 10_000.0  # what an absent rope_theta means in Llama configs
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """What a Hugging Face model_type makes of a plain Llama decoder; the rest is in its config.json."""
+
+  needed: tuple[str, ...] = ()  # keys that must be there: absent, they mean a number of the family's own
+  rope_theta: float = 10_000.0  # what an absent base means
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  is_windowed: bool = False  # `sliding_window` holds, for every layer
+  window: int | None = None  # what an absent `sliding_window` means
+  is_routed: bool = False
+
+
+FAMILIES = {
+  'llama': Family(),
+  'mistral': Family(('num_key_value_heads',), is_windowed=True, window=4096),
+  'mixtral': Family(
+    ('num_key_value_heads', 'num_local_experts', 'num_experts_per_tok'),
+    rope_theta=1_000_000.0,
+    is_windowed=True,
+    is_routed=True,
+  ),
+  'qwen2': Family(('num_key_value_heads',), qkv_bias=True),
+  'qwen3': Family(('num_key_value_heads', 'head_dim'), qk_norm=True),
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -34,34 +62,61 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (name, array) from model.safetensors, or from the shards that model.safetensors.index.json names."""
-  index = folder / 'model.safetensors.index.json'
+  """Yields (name, array) from model.safetensors, from the shards that model.safetensors.index.json names, or, where
+  there are neither, from pytorch_model.bin."""
+  index, pickled = folder / 'model.safetensors.index.json', folder / 'pytorch_model.bin'
   if not index.is_file():
-    if not (folder / 'model.safetensors').is_file():
-      raise ValueError(f'{folder} holds neither model.safetensors nor {index.name}; only safetensors can be read.')
-    yield from read_safetensors(folder / 'model.safetensors')
+    if (folder / 'model.safetensors').is_file():
+      yield from read_safetensors(folder / 'model.safetensors')
+    elif pickled.is_file():
+      yield from read_pickled(pickled)
+    else:
+      raise ValueError(f'{folder} holds none of model.safetensors, {index.name} and {pickled.name}: fetch one of them.')
     return
   weight_map = _read_object(index).get('weight_map')
-  if not isinstance(weight_map, dict):
-    raise ValueError(f'{index} has no "weight_map" object: fetch it again.')
-  for shard in sorted(set(weight_map.values())):
+  if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    raise ValueError(f'{index} has no "weight_map" object of file names: fetch it again.')
+  shards = sorted(set(weight_map.values()))
+  if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+    raise ValueError(f'{folder} lacks {missing}, of {len(shards)} files that {index.name} names: fetch them.')
+  for shard in shards:
     yield from read_safetensors(folder / shard)
 
 
 def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
-  """The dense Llama that a Hugging Face config.json describes; ValueError for any other network."""
-  if content.get('model_type') != 'llama':
-    raise ValueError(f"{folder}: model_type {content.get('model_type')!r} is not supported, only 'llama'.")
-  _refuse_biases(folder, content)
-  eos = content.get('eos_token_id')
+  """The network that a Hugging Face config.json describes, and the EOS ids, which generation_config.json may hold.
+
+  Raises:
+    ValueError: a family that is not in `FAMILIES`, a variant of one that is not supported, or missing fields.
+  """
+  if content.get('model_type') not in FAMILIES:
+    raise ValueError(
+      f'{folder}: model_type {content.get("model_type")!r} is not supported; one of {sorted(FAMILIES)} is.'
+    )
+  family = FAMILIES[content['model_type']]
+  _refuse_variants(folder, content, family)
   return TargetConfig(
-    **_llama_fields(folder, content, 'max_position_embeddings'),
+    **_llama_fields(folder, content, family, 'max_position_embeddings'),
     max_context=int(content['max_position_embeddings']),
     tied_head=bool(content.get('tie_word_embeddings', False)),
-    eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+    qkv_bias=family.qkv_bias,
+    qk_norm=family.qk_norm,
+    window=content.get('sliding_window', family.window) if family.is_windowed else None,
+    num_experts=int(content['num_local_experts']) if family.is_routed else 0,
+    experts_per_token=int(content['num_experts_per_tok']) if family.is_routed else 0,
+    eos_ids=_eos_ids(folder, content),
     num_layers=int(content['num_hidden_layers']),
     name=folder.name,
   )
+
+
+def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
+  """Those that transformers stops at: generation_config.json's, else config.json's."""
+  path = folder / 'generation_config.json'
+  eos = _read_object(path).get('eos_token_id') if path.is_file() else None
+  if eos is None:
+    eos = content.get('eos_token_id')
+  return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
 
 def drafter_config(folder: Path, content: Mapping[str, Any]) -> DrafterConfig:
@@ -74,9 +129,11 @@ def drafter_config(folder: Path, content: Mapping[str, Any]) -> DrafterConfig:
     return _own_drafter_config(folder, content)
   if 'draft_vocab_size' in content:
     raise ValueError(f'{folder} holds an EAGLE-3 drafter (it has draft_vocab_size); only EAGLE-1/2 can be read.')
-  fields = _llama_fields(folder, content)
+  fields = _llama_fields(folder, content, FAMILIES['llama'])
   if content['num_hidden_layers'] != 1:
     raise ValueError(f'{folder}: a drafter has one layer, this config says {content["num_hidden_layers"]}.')
+  if fields.pop('rope_slowdown'):
+    raise ValueError(f'{folder}: a drafter with RoPE scaling is not supported, only unscaled RoPE.')
   return DrafterConfig(
     **fields,
     fc_bias=bool(content.get('bias', True)),
@@ -105,8 +162,8 @@ def drafter_content(config: DrafterConfig) -> dict[str, Any]:
   return {'kind': DRAFTER_KIND, **dataclasses.asdict(config)}
 
 
-def _llama_fields(folder: Path, content: Mapping[str, Any], *also_needed: str) -> dict[str, Any]:
-  """The fields that targets and drafters share. An absent key means what it means to the Llama config class."""
+def _llama_fields(folder: Path, content: Mapping[str, Any], family: Family, *also_needed: str) -> dict[str, Any]:
+  """The fields that come of the same keys in all families. An absent key means what it means to transformers."""
   needed = (
     'vocab_size',
     'hidden_size',
@@ -114,35 +171,75 @@ def _llama_fields(folder: Path, content: Mapping[str, Any], *also_needed: str) -
     'num_attention_heads',
     'num_hidden_layers',
     'rms_norm_eps',
+    *family.needed,
     *also_needed,
   )
   if missing := [name for name in needed if content.get(name) is None]:
-    raise ValueError(f'{folder}/config.json lacks {missing}, which a Llama needs.')
+    raise ValueError(f'{folder}/config.json lacks {missing}: fetch the whole file again.')
   num_heads = int(content['num_attention_heads'])
+  head_dim = int(content.get('head_dim') or content['hidden_size'] // num_heads)
+  theta, slowdown = _rope(folder, content, head_dim, family.rope_theta)
   return {
     'vocab_size': int(content['vocab_size']),
     'width': int(content['hidden_size']),
     'ffn_width': int(content['intermediate_size']),
     'num_heads': num_heads,
     'num_kv_heads': int(content.get('num_key_value_heads') or num_heads),
-    'head_dim': int(content.get('head_dim') or content['hidden_size'] // num_heads),
+    'head_dim': head_dim,
     'norm_eps': float(content['rms_norm_eps']),
-    'rope_theta': _rope_theta(folder, content),
+    'rope_theta': theta,
+    'rope_slowdown': slowdown,
   }
 
 
-def _rope_theta(folder: Path, content: Mapping[str, Any]) -> float:
-  """The base, from either spelling of RoPE settings: rope_theta + rope_scaling, or the newer rope_parameters."""
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {  # scaling of RoPE -> its numbers in config.json
+  'default': (),
+  'linear': ('factor',),
+  'llama3': ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'),
+}
+
+
+def _rope(
+  folder: Path, content: Mapping[str, Any], head_dim: int, default_theta: float
+) -> tuple[float, tuple[float, ...]]:
+  """Base and slowdown, from either spelling: rope_theta and rope_scaling, or the newer rope_parameters."""
   settings = {**(content.get('rope_scaling') or {}), **(content.get('rope_parameters') or {})}
   kind = settings.get('rope_type', settings.get('type', 'default'))
-  if kind != 'default':
-    raise ValueError(f'{folder}: RoPE scaling {kind!r} is not supported, only unscaled RoPE.')
-  return float(settings.get('rope_theta', content.get('rope_theta', _DEFAULT_ROPE_THETA)))
+  if kind not in _ROPE_NEEDS:
+    raise ValueError(f'{folder}: RoPE scaling {kind!r} is not supported; one of {sorted(_ROPE_NEEDS)} is.')
+  if missing := [name for name in _ROPE_NEEDS[kind] if settings.get(name) is None]:
+    raise ValueError(f'{folder}/config.json lacks {missing} of RoPE scaling {kind!r}: fetch the whole file again.')
+  theta = float(settings.get('rope_theta', content.get('rope_theta', default_theta)))
+  if kind == 'llama3':
+    return theta, llama3_slowdown(theta, head_dim, *(float(settings[name]) for name in _ROPE_NEEDS[kind]))
+  return theta, (float(settings['factor']),) * (head_dim // 2) if kind == 'linear' else ()
 
 
-def _refuse_biases(folder: Path, content: Mapping[str, Any]) -> None:
+def llama3_slowdown(
+  theta: float, head_dim: int, factor: float, low: float, high: float, original_context: float
+) -> tuple[float, ...]:
+  """By how much each pair of a head turns slower in Llama 3.1 and later, which see `factor` times the context.
+
+  A pair that turned at least `high` times within the original context stays as it was, one that turned at most `low`
+  times slows down by the factor, and between them the speed goes over linearly in the number of turns.
+  """
+  frequency_K = theta ** (-np.arange(head_dim // 2) / (head_dim // 2))
+  num_turns_K = original_context * frequency_K / (2 * math.pi)
+  kept_K = np.clip((num_turns_K - low) / (high - low), 0, 1)
+  return tuple((1 / (kept_K + (1 - kept_K) / factor)).tolist())
+
+
+def _refuse_variants(folder: Path, content: Mapping[str, Any], family: Family) -> None:
   """Switches that change the network; the tensors of some of them would not give them away."""
-  if wrong := {name: content[name] for name in ('attention_bias', 'mlp_bias') if content.get(name)}:
-    raise ValueError(f'{folder}: {wrong} are not supported, only layers without biases.')
   if content.get('hidden_act', 'silu') != 'silu':
     raise ValueError(f"{folder}: hidden_act {content['hidden_act']!r} is not supported, only 'silu'.")
+  if content.get('quantization_config'):
+    raise ValueError(f'{folder} holds quantised weights (quantization_config): use the unquantised checkpoint.')
+  given = {
+    'attention_bias': bool(content.get('attention_bias')) and not family.qkv_bias,  # Qwen2 has no such switch
+    'mlp_bias': bool(content.get('mlp_bias')),
+    'use_sliding_window': bool(content.get('use_sliding_window')),
+    'layer_types': any(kind != 'full_attention' for kind in content.get('layer_types') or ()),
+  }
+  if wrong := {name: content[name] for name, is_wrong in given.items() if is_wrong}:
+    raise ValueError(f'{folder}: {wrong} are not supported, only layers that are all alike and without these.')

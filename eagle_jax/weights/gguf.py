@@ -20,9 +20,15 @@ class Architecture:
   """What a GGUF architecture does to a plain Llama decoder on its way into the file."""
 
   permuted_qk: bool  # q and k rows are stored for interleaved RoPE; `naming.gguf_table` turns them back
+  qkv_bias: bool = False
+  qk_norm: bool = False
 
 
-ARCHITECTURES = {'llama': Architecture(permuted_qk=True)}
+ARCHITECTURES = {
+  'llama': Architecture(permuted_qk=True),
+  'qwen2': Architecture(permuted_qk=False, qkv_bias=True),
+  'qwen3': Architecture(permuted_qk=False, qk_norm=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +45,20 @@ class GGUFFile:
 
   def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, f32 array); only one dequantised tensor need be alive at a time."""
-    gguf = _import_gguf()
-    for name, tensor in self._tensors.items():
-      try:
-        array = gguf.dequantize(tensor.data, tensor.tensor_type)
-      except NotImplementedError as error:
-        raise ValueError(
-          f'{self.path}: tensor {name} has type {tensor.tensor_type.name}, which the gguf package cannot dequantise. '
-          'Use a file with types such as F16, BF16, Q8_0, Q4_1 or Q4_K.'
-        ) from error
-      yield name, array.astype(np.float32, copy=False).reshape(tensor.shape[::-1])
+    for name in self._tensors:
+      yield name, self.tensor(name)
+
+  def tensor(self, name: str) -> np.ndarray:
+    """One tensor, dequantised to float32."""
+    gguf, tensor = _import_gguf(), self._tensors[name]
+    try:
+      array = gguf.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+      raise ValueError(
+        f'{self.path}: tensor {name} has type {tensor.tensor_type.name}, which the gguf package cannot dequantise. '
+        'Use a file with types such as F16, BF16, Q8_0, Q4_1 or Q4_K.'
+      ) from error
+    return array.astype(np.float32, copy=False).reshape(tensor.shape[::-1])
 
 
 def _import_gguf():
@@ -96,7 +106,7 @@ def target_config(file: GGUFFile) -> TargetConfig:
   Raises:
     ValueError: unsupported architecture or variant, or missing fields (all listed at once).
   """
-  architecture(file)
+  own = architecture(file)
   arch = file.metadata['general.architecture']
   fields = {key.removeprefix(f'{arch}.'): value for key, value in file.metadata.items() if key.startswith(f'{arch}.')}
   _require_fields(file, arch, fields)
@@ -117,10 +127,19 @@ def target_config(file: GGUFFile) -> TargetConfig:
     max_context=int(fields['context_length']),
     norm_eps=float(fields['attention.layer_norm_rms_epsilon']),
     rope_theta=float(fields.get('rope.freq_base', _DEFAULT_ROPE_THETA)),
+    rope_slowdown=_rope_slowdown(file),
     tied_head='output.weight' not in file.tensor_names,
+    qkv_bias=own.qkv_bias,
+    qk_norm=own.qk_norm,
     eos_ids=_eos_ids(file.metadata),
     name=str(file.metadata.get('general.name', file.path.stem)),
   )
+
+
+def _rope_slowdown(file: GGUFFile) -> tuple[float, ...]:
+  """Llama 3.1 and later: converters store what comes of the scaling's numbers, as a tensor [K/2]."""
+  name = 'rope_freqs.weight'
+  return tuple(file.tensor(name).tolist()) if name in file.tensor_names else ()
 
 
 def _require_fields(file: GGUFFile, arch: str, fields: Mapping[str, Any]) -> None:
@@ -143,6 +162,8 @@ def _refuse_variants(file: GGUFFile, fields: Mapping[str, Any]) -> None:
     raise ValueError(f'{file.path}: RoPE scaling {fields["rope.scaling.type"]!r} is not supported, only none.')
   if fields.get('expert_count', 0):
     raise ValueError(f'{file.path}: mixture of {fields["expert_count"]} experts is not supported, only dense layers.')
+  if fields.get('attention.sliding_window', 0):
+    raise ValueError(f'{file.path}: a sliding window is not supported in GGUF files, only in Hugging Face folders.')
 
 
 def _vocab_size(file: GGUFFile, fields: Mapping[str, Any]) -> int:

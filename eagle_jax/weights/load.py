@@ -23,7 +23,7 @@ def assemble(
   """Builds the parameter tree from named tensors, taking them one at a time.
 
   Args:
-    tensors: (name, array) pairs, such as `dict.items()`; any float dtype, bfloat16 included.
+    tensors: (name, array) pairs, such as `dict.items()`; float64, float32, float16 or bfloat16.
     table: what the file must hold, and where it goes.
     dtype: of the resulting arrays, where the table does not say another.
     mesh: takes each array in its own shards, see `sharding.param_sharding`; None means the default device.
@@ -33,7 +33,7 @@ def assemble(
     Nested dict with `jax.Array` leaves of `dtype`.
 
   Raises:
-    ValueError: once, listing all missing, unexpected, repeated, misshaped and non-finite tensors.
+    ValueError: once, listing all missing, unexpected, repeated, misshaped, mistyped and non-finite tensors.
   """
   dtype = jnp.dtype(dtype)
   params: dict[str, Any] = {}
@@ -71,8 +71,13 @@ def _fault(name: str, array: np.ndarray, table: Table, seen: set[str]) -> str | 
     return f'{name}: not expected, shape {list(array.shape)}'
   if name in seen:
     return f'{name}: came twice'
-  if tuple(array.shape) != table.entries[name].shape:
-    return f'{name}: shape {list(array.shape)}, {list(table.entries[name].shape)} needed'
+  entry = table.entries[name]
+  if tuple(array.shape) != entry.shape:
+    return f'{name}: shape {list(array.shape)}, {list(entry.shape)} needed'
+  if entry.dtype is None and not (jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize >= 2):
+    return f'{name}: dtype {array.dtype}, one of float32, float16 and bfloat16 needed; quantised weights cannot be read'
+  if entry.dtype is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+    return f'{name}: dtype {array.dtype}, integers needed'
   return None
 
 

@@ -6,7 +6,7 @@ ones it may hold; there is no other leniency (`load.assemble` raises on everythi
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -49,6 +49,10 @@ class _LayerDims(Protocol):
   def head_dim(self) -> int: ...
   @property
   def ffn_width(self) -> int: ...
+  @property
+  def qkv_bias(self) -> bool: ...
+  @property
+  def num_experts(self) -> int: ...
 
 
 def permute_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -65,25 +69,43 @@ def _swap_row_axes(weight: np.ndarray, num_heads: int, split: tuple[int, int]) -
   return weight.reshape(num_heads, *split, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _permuted(num_heads: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-  return {
-    'to_ours': lambda weight: unpermute_rope_rows(weight, num_heads),
-    'to_file': lambda weight: permute_rope_rows(weight, num_heads),
-  }
+def _permuted(entry: Entry, num_heads: int) -> Entry:
+  return dataclasses.replace(
+    entry,
+    to_ours=lambda weight: unpermute_rope_rows(weight, num_heads),
+    to_file=lambda weight: permute_rope_rows(weight, num_heads),
+  )
+
+
+def _swiglu(config: _LayerDims) -> dict[str, tuple[int, int]]:
+  """Projection -> weight shape of one feed-forward network."""
+  inward, outward = (config.ffn_width, config.width), (config.width, config.ffn_width)
+  return {'gate': inward, 'up': inward, 'down': outward}
 
 
 def _projections(config: _LayerDims) -> dict[tuple[str, str], tuple[int, int]]:
-  """(block, projection) -> weight shape of one decoder layer."""
+  """(block, projection) -> weight shape of one decoder layer; routed experts are not among them."""
   q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-  return {
+  shapes = {
     ('attn', 'q'): (q_width, config.width),
     ('attn', 'k'): (kv_width, config.width),
     ('attn', 'v'): (kv_width, config.width),
     ('attn', 'o'): (config.width, q_width),
-    ('mlp', 'gate'): (config.ffn_width, config.width),
-    ('mlp', 'up'): (config.ffn_width, config.width),
-    ('mlp', 'down'): (config.width, config.ffn_width),
   }
+  return shapes if config.num_experts else shapes | {('mlp', part): shape for part, shape in _swiglu(config).items()}
+
+
+def _projection_entries(
+  config: _LayerDims, layer: str, block: str, names: Mapping[tuple[str, str], str]
+) -> dict[str, Entry]:
+  """`_projections` and the biases of queries, keys and values; `names` are those of a kind of file, below `block`."""
+  entries = {}
+  for place, shape in _projections(config).items():
+    name = f'{block}.{names[place]}'
+    entries[f'{name}.weight'] = Entry((layer, *place, 'weight'), shape)
+    if config.qkv_bias and place in (('attn', 'q'), ('attn', 'k'), ('attn', 'v')):
+      entries[f'{name}.bias'] = Entry((layer, *place, 'bias'), shape[:1])
+  return entries
 
 
 _GGUF_PROJECTIONS = {
@@ -105,26 +127,27 @@ _HF_PROJECTIONS = {
   ('mlp', 'up'): 'mlp.up_proj',
   ('mlp', 'down'): 'mlp.down_proj',
 }
+_HF_EXPERT = {'gate': 'w1', 'up': 'w3', 'down': 'w2'}
 
 
 def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
   """GGUF names of a dense Llama-kind target; `permuted_qk` is `gguf.Architecture.permuted_qk`."""
-  transforms: dict[tuple[str, ...], Any] = {}
-  if permuted_qk:
-    transforms = {('attn', 'q'): _permuted(config.num_heads), ('attn', 'k'): _permuted(config.num_kv_heads)}
   entries = _outer_entries(config, 'token_embd.weight', 'output_norm.weight', 'output.weight')
   for i in range(config.num_layers):
     layer, block = f'layer_{i}', f'blk.{i}'
     entries[f'{block}.attn_norm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.ffn_norm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    for place, shape in _projections(config).items():
-      name = f'{block}.{_GGUF_PROJECTIONS[place]}.weight'
-      entries[name] = Entry((layer, *place, 'weight'), shape, **transforms.get(place, {}))
-  return Table(entries)
+    entries |= _projection_entries(config, layer, block, _GGUF_PROJECTIONS)
+    entries |= _head_norms(config, layer, f'{block}.attn_')
+    if permuted_qk:
+      for name, num_heads in (('attn_q', config.num_heads), ('attn_k', config.num_kv_heads)):
+        weight = f'{block}.{name}.weight'
+        entries[weight] = _permuted(entries[weight], num_heads)
+  return Table(entries, frozenset({'rope_freqs.weight'}))  # `gguf.target_config` has read it
 
 
 def hf_table(config: TargetConfig) -> Table:
-  """Hugging Face names of a dense Llama-kind target."""
+  """Hugging Face names of a Llama-kind target: those of the families in `folder.FAMILIES`."""
   entries = _outer_entries(config, 'model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight')
   ignored = {'model.rotary_emb.inv_freq'}  # a table that RoPE recomputes; older files keep one a layer
   if config.tied_head:
@@ -134,9 +157,27 @@ def hf_table(config: TargetConfig) -> Table:
     ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
     entries[f'{block}.input_layernorm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.post_attention_layernorm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    for place, shape in _projections(config).items():
-      entries[f'{block}.{_HF_PROJECTIONS[place]}.weight'] = Entry((layer, *place, 'weight'), shape)
+    entries |= _projection_entries(config, layer, block, _HF_PROJECTIONS)
+    entries |= _head_norms(config, layer, f'{block}.self_attn.')
+    if config.num_experts:
+      entries |= _expert_entries(config, layer, f'{block}.block_sparse_moe')
   return Table(entries, frozenset(ignored))
+
+
+def _head_norms(config: TargetConfig, layer: str, prefix: str) -> dict[str, Entry]:
+  """The norms of queries and keys, where there are any."""
+  names = ('q_norm', 'k_norm') if config.qk_norm else ()
+  return {f'{prefix}{name}.weight': Entry((layer, 'attn', name, 'scale'), (config.head_dim,)) for name in names}
+
+
+def _expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:
+  """The router and the experts of one layer, under Mixtral's names."""
+  entries = {f'{block}.gate.weight': Entry((layer, 'mlp', 'router', 'weight'), (config.num_experts, config.width))}
+  for index in range(config.num_experts):
+    for part, shape in _swiglu(config).items():
+      path = layer, 'mlp', f'expert_{index}', part, 'weight'
+      entries[f'{block}.experts.{index}.{_HF_EXPERT[part]}.weight'] = Entry(path, shape)
+  return entries
 
 
 def _outer_entries(config: TargetConfig, embed: str, norm: str, head: str) -> dict[str, Entry]:
@@ -160,11 +201,7 @@ def drafter_table(config: DrafterConfig) -> Table:
   if config.fc_bias:
     entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
-  for place, shape in _projections(config).items():
-    name = f'{block}.{_HF_PROJECTIONS[place]}'
-    entries[f'{name}.weight'] = Entry(('layer', *place, 'weight'), shape)
-    if config.qkv_bias and place in (('attn', 'q'), ('attn', 'k'), ('attn', 'v')):
-      entries[f'{name}.bias'] = Entry(('layer', *place, 'bias'), shape[:1])
+  entries |= _projection_entries(config, 'layer', block, _HF_PROJECTIONS)
   if config.draft_vocab_size is not None:
     entries['d2t'] = Entry(('ids',), (config.draft_vocab_size,), _ids_of_offsets, _offsets_of_ids, np.int32)
   return Table(entries, frozenset({'embed_tokens.weight', f'{block}.self_attn.rotary_emb.inv_freq'}))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -14,7 +15,7 @@ def read_safetensors(path: str | Path) -> Iterator[tuple[str, np.ndarray]]:
   """Yields (name, array) for each tensor of the file, in the dtype it is stored in.
 
   Raises:
-    ValueError: no such file, truncated, or corrupt.
+    ValueError: no such file, truncated, corrupt, or a type that NumPy does not have.
   """
   path = Path(path)
   if not path.is_file():
@@ -22,11 +23,21 @@ def read_safetensors(path: str | Path) -> Iterator[tuple[str, np.ndarray]]:
   try:
     with safe_open(path, framework='np') as file:
       for name in file.keys():  # noqa: SIM118  (a handle, not a dict)
-        yield name, file.get_tensor(name)
+        yield name, _tensor(file, name, path)
   except SafetensorError as error:
     raise ValueError(
       f'{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}. '
       'It may be truncated or corrupt: fetch or save it again.'
+    ) from error
+
+
+def _tensor(file: Any, name: str, path: Path) -> np.ndarray:
+  try:
+    return file.get_tensor(name)
+  except AttributeError as error:  # the library looks the type up in NumPy, which has no float8
+    raise ValueError(
+      f'{path}: {name} is stored as {file.get_slice(name).get_dtype()}, one of F32, F16 and BF16 is needed: '
+      'use the unquantised checkpoint.'
     ) from error
 
 

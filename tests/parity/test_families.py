@@ -1,0 +1,196 @@
+"""Every family of targets against transformers in PyTorch, float32: tiny random models, saved as people find them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip('torch')
+
+import torch
+import transformers
+
+import tiny
+from eagle_jax import decode, hub
+from eagle_jax.cache import append
+from eagle_jax.config import DrafterConfig
+from eagle_jax.draft.policy import DynamicTree
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.tree import NO_PARENT, ancestor_mask, depth
+from eagle_jax.weights import naming
+from eagle_jax.weights.load import flatten
+from tiny_files import write_gguf
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-4  # of the largest |logit|
+NUM_PROMPT, NUM_NEW = 50, 24
+SIZES = {
+  'vocab_size': 97, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3, 'num_attention_heads': 4,
+  'num_key_value_heads': 2, 'max_position_embeddings': 256, 'rms_norm_eps': 1e-5, 'tie_word_embeddings': False,
+  'bos_token_id': None, 'eos_token_id': None,
+}  # fmt: skip
+LLAMA3_ROPE = {  # a head of 12 has pairs that stay, one between, and pairs that turn eight times slower
+  'rope_type': 'llama3', 'rope_theta': 10_000.0, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 64,
+}  # fmt: skip
+CASES = {
+  'llama 2, vicuna': {'model_type': 'llama', 'num_key_value_heads': 4},
+  'llama 3.1': {'model_type': 'llama', 'rope_parameters': LLAMA3_ROPE},
+  'llama, linear scaling': {
+    'model_type': 'llama',
+    'rope_parameters': {'rope_type': 'linear', 'rope_theta': 5000.0, 'factor': 4.0},
+  },
+  'mistral': {'model_type': 'mistral', 'sliding_window': 20},
+  'mixtral': {'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 2},
+  'qwen2': {'model_type': 'qwen2', 'tie_word_embeddings': True},
+  'qwen3': {'model_type': 'qwen3', 'head_dim': 16},
+}
+TREE_PARENTS = [NO_PARENT, 0, 0, 0, 1, 1, 2, 4, 7]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """A model of transformers, and the target that was loaded from where it saved itself."""
+
+  model: transformers.PreTrainedModel
+  target: Target
+
+
+def saved(folder, case: dict) -> transformers.PreTrainedModel:
+  """A model with every weight random, norm scales and biases too, saved in two shards."""
+  torch.manual_seed(0)
+  config = transformers.AutoConfig.for_model(**SIZES | case)
+  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
+  for parameter in model.parameters():
+    torch.nn.init.normal_(parameter, std=0.3)
+  num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+  model.save_pretrained(folder, max_shard_size=int(0.6 * num_bytes))
+  assert len(list(folder.glob('model-*.safetensors'))) == 2
+  return model
+
+
+@pytest.fixture(scope='module', params=CASES)
+def pair(request, tmp_path_factory) -> Pair:
+  folder = tmp_path_factory.mktemp('family')
+  model = saved(folder, CASES[request.param])
+  return Pair(model, hub.load_target(folder))
+
+
+def prompt() -> np.ndarray:
+  """[1, L] i32."""
+  return np.random.default_rng(0).integers(0, SIZES['vocab_size'], (1, NUM_PROMPT), dtype=np.int32)
+
+
+def our_passes(target: Target, token_1T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Logits of the prompt, [L, V], and of the tree behind it, [T, V]."""
+  network = TransformerTarget(target.config)
+
+  @jax.jit
+  def run(params, prompt_1L, token_1T):
+    position_1L = jnp.arange(NUM_PROMPT)[None]
+    causal_1LL = jnp.tri(NUM_PROMPT, dtype=bool)[None]
+    prompt_taps, rows = network.forward(params, prompt_1L, position_1L, causal_1LL, network.init_cache(1, 0))
+    cache = append(network.init_cache(1, 64), rows, jnp.array([NUM_PROMPT]))
+    mask_TT = ancestor_mask(jnp.array(TREE_PARENTS), max_depth=len(TREE_PARENTS))
+    position_1T = NUM_PROMPT + depth(mask_TT)[None]
+    tree_taps, _ = network.forward(params, token_1T, position_1T, mask_TT[None], cache)
+    return network.logits(params, prompt_taps)[:, 0].T, network.logits(params, tree_taps)[:, 0].T
+
+  prompt_LV, tree_TV = run(target.params, prompt(), token_1T)
+  return np.asarray(prompt_LV), np.asarray(tree_TV)
+
+
+def their_passes(model, token_1T: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+  """The same; the tree in one pass with the prompt, under a mask that is made here."""
+  num_rows = NUM_PROMPT + len(TREE_PARENTS)
+  visible, position = np.zeros((num_rows, num_rows), bool), np.arange(num_rows)
+  for row in range(num_rows):
+    parent = row - 1 if row <= NUM_PROMPT else NUM_PROMPT + TREE_PARENTS[row - NUM_PROMPT]
+    if row:
+      visible[row], position[row] = visible[parent], position[parent] + 1
+    visible[row, row] = True
+  if window is not None:
+    visible &= position[:, None] - position[None] < window
+  mask = torch.where(torch.from_numpy(visible), 0.0, torch.finfo(torch.float32).min)[None, None]
+  ids = torch.from_numpy(np.concatenate([prompt(), token_1T], axis=1)).long()
+  with torch.no_grad():
+    causal = model(ids[:, :NUM_PROMPT]).logits[0].numpy()  # transformers' own mask
+    masked = model(ids, attention_mask=mask, position_ids=torch.from_numpy(position)[None]).logits[0].numpy()
+  return causal, masked[NUM_PROMPT:]
+
+
+def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+  assert ours.shape == theirs.shape
+  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def errors(pair: Pair) -> tuple[float, float]:
+  """Of the prompt's logits, and of the tree's."""
+  token_1T = np.random.default_rng(1).integers(0, SIZES['vocab_size'], (1, len(TREE_PARENTS)), dtype=np.int32)
+  window = getattr(pair.model.config, 'sliding_window', None)
+  ours, theirs = our_passes(pair.target, token_1T), their_passes(pair.model, token_1T, window)
+  return relative_error(ours[0], theirs[0]), relative_error(ours[1], theirs[1])
+
+
+def test_logits(pair):
+  assert max(errors(pair)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+  ('pair', 'off'),
+  [
+    ('mistral', {'window': None}),
+    ('llama 3.1', {'rope_slowdown': ()}),
+    ('llama, linear scaling', {'rope_slowdown': ()}),
+  ],
+  indirect=['pair'],
+)
+def test_what_no_tensor_gives_away_is_seen_here(pair, off):
+  """Weights load without these switches just as well: the inputs must be such that they count."""
+  target = dataclasses.replace(pair.target, config=dataclasses.replace(pair.target.config, **off))
+  assert min(errors(dataclasses.replace(pair, target=target))) > 100 * TOLERANCE
+
+
+def test_text(pair):
+  """Plain text is transformers', and speculative text is plain text, greedy and sampled."""
+  config = DrafterConfig(vocab_size=97, width=48, num_heads=4, num_kv_heads=2, head_dim=12, ffn_width=48)
+  drafter, policy = tiny.drafter(config), DynamicTree(width=3, fanout=3, max_depth=3, num_nodes=8)
+  request = {'max_new_tokens': NUM_NEW, 'seed': 3}
+  for temperature in (0.0, 1.0):
+    plain = decode.generate(pair.target, None, prompt().tolist(), temperature=temperature, **request)
+    out = decode.generate(pair.target, drafter, prompt().tolist(), temperature=temperature, policy=policy, **request)
+    assert out.tokens == plain.tokens
+    if temperature == 0:
+      ids = torch.from_numpy(prompt()).long()
+      with torch.no_grad():
+        theirs = pair.model.generate(ids, do_sample=False, max_new_tokens=NUM_NEW)
+      assert plain.tokens == theirs[:, NUM_PROMPT:].tolist()
+
+
+@pytest.mark.parametrize(
+  ('pair', 'arch'),
+  [('llama 3.1', 'llama'), ('llama 2, vicuna', 'llama'), ('qwen2', 'qwen2'), ('qwen3', 'qwen3')],
+  indirect=['pair'],
+)
+def test_gguf(pair, arch, tmp_path):
+  """A converter's file: transformers reads its weights back to its own, and the target from it gives their logits.
+
+  transformers does not read the RoPE factors of such a file, so they stand against those of the model in memory.
+  """
+  config = dataclasses.replace(pair.target.config, eos_ids=(0, 1))
+  table = naming.gguf_table(config, permuted_qk=arch == 'llama')
+  tensors = flatten(pair.target.params, table)
+  if config.rope_slowdown:
+    plain = 1 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    tensors['rope_freqs.weight'] = (plain / pair.model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+  heads = {f'{arch}.attention.{name}_length': config.head_dim for name in ('key', 'value')}
+  path = write_gguf(tmp_path / 'tiny.gguf', tensors, config=config, arch=arch, extra=heads)
+  read_back = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path, gguf_file=path.name, config=pair.model.config
+  ).state_dict()
+  for name, tensor in pair.model.state_dict().items():
+    torch.testing.assert_close(read_back[name], tensor, rtol=0, atol=0)
+  assert max(errors(dataclasses.replace(pair, target=hub.load_target(path)))) <= TOLERANCE
