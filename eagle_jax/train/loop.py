@@ -134,14 +134,15 @@ class Outcome:
 
 def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -> tuple[Frozen, dict[str, jax.Array]]:
   """What training reads of the target, and the drafter's draft vocabulary: `ids`, or nothing if it drafts every id."""
-  size, forced = config.draft_vocab_size or config.vocab_size, target.config.eos_ids
-  ids_U = frequent_ids(examples, size=size, vocab_size=config.vocab_size, forced=forced)
-  index_V = np.full(config.vocab_size, -1, np.int32)
-  index_V[ids_U] = np.arange(size)
-  embed_VD = target.params['embed']['weight']
-  computes = not examples[0].feature.shape[1]
-  frozen = Frozen(embed_VD, target.head_VD[ids_U], jnp.asarray(index_V), target.params if computes else ())
-  return frozen, {} if config.draft_vocab_size is None else {'ids': jnp.asarray(ids_U)}
+  embed_VD, vocab_size = target.params['embed']['weight'], config.vocab_size
+  reader = () if examples[0].feature.shape[1] else target.params
+  if config.draft_vocab_size is None:
+    return Frozen(embed_VD, target.head_VD, jnp.arange(vocab_size), reader), {}
+  forced = target.config.eos_ids
+  ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=forced)
+  index_V = np.full(vocab_size, -1, np.int32)
+  index_V[ids_U] = np.arange(len(ids_U))
+  return Frozen(embed_VD, target.head_VD[ids_U], jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
 
 
 def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], seed: int) -> dict[str, Any]:
