@@ -89,8 +89,9 @@ class ShapedPair:
 
   def compile(self, run: Any, state: Any, spec: Spec, options: Mapping[str, str] | None = None) -> Any:
     """`loop.decode_step` or `decode_loop` behind `state`."""
+    params = self.params()
     with jax.set_mesh(self.mesh):
-      return run.lower(self.params(), state, spec=spec).compile(options)
+      return run.lower(params, state, spec=spec).compile(options)
 
   def _placed(self, network) -> Any:
     shapes = jax.eval_shape(network.init_params, jax.random.key(0))

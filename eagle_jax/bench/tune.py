@@ -37,6 +37,7 @@ CANDIDATES: tuple[TreePolicy, ...] = (
   Chain(1), Chain(2), Chain(3), Chain(4), Chain(6), DynamicTree(2, 2, 3, 6), DynamicTree(3, 3, 3, 8),
   DynamicTree(3, 3, 4, 12), DynamicTree(4, 4, 5, 16), DynamicTree(6, 6, 5, 24), DynamicTree(8, 8, 6, 32), DynamicTree(),
 )  # fmt: skip
+WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycles, beside the sum of their parts
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
 NUM_KNOTS = 24
 NUM_HALVINGS = 3  # of the draft vocabulary
@@ -107,7 +108,7 @@ def part_costs(
   for width in progress([width for width in WIDTHS if width <= num_ids], desc='widths'):
     shallow, deep = (ms(DynamicTree(width, width, max_depth, 3)) for max_depth in (2, 5))
     draft_ms[width] = max((deep - shallow) / 3, 0.0)
-  whole = [policy for policy in (Chain(3), DynamicTree()) if max(policy.fanouts) <= num_ids]
+  whole = [policy for policy in WHOLE if max(policy.fanouts) <= num_ids]
   target_bytes, drafter_bytes = _bytes_read(target, drafter, batch=batch, num_prompt=num_prompt)
   dtype = str(target.params['embed']['weight'].dtype)
   return Parts(
