@@ -88,4 +88,4 @@ def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(d
   once = num_bytes([target, drafter['fc'], drafter['layer'], state.cache, state.drafter.cache])
   log.info('step: %.2f GB a device; over what it must read: %.3f', accessed / 1e9, ratio)
   log.info('step: over weights and cache once: %.3f', accessed * len(devices) / once)
-  assert ratio < 1.4, f'{accessed / 1e9:.2f} GB a device, {ratio:.2f} times what a step must read'
+  assert ratio < 1.3, f'{accessed / 1e9:.2f} GB a device, {ratio:.2f} times what a step must read'
