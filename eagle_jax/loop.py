@@ -21,10 +21,9 @@ from eagle_jax.verify import Verdict, verify
 def outlook(params: Params, state: DecodeState, *, spec: Spec) -> Outlook:
   """What drafters may know: the noise that the target will add to its logits, and which levels pay."""
 
-  def noise(depth: int) -> jax.Array:
-    of_row = functools.partial(perturbation, vocab_size=spec.target.vocab_size)
-    of_rows = jax.vmap(of_row, (state.sampling.row_axes(), 0, 0), out_axes=1)
-    return of_rows(state.sampling, state.row_id, state.cache.length + depth)
+  def noise(depth: int, token_U: jax.Array) -> jax.Array:
+    of_rows = jax.vmap(perturbation, (state.sampling.row_axes(), 0, 0, None), out_axes=1)
+    return of_rows(state.sampling, state.row_id, state.cache.length + depth, token_U)
 
   def is_level_worth(depth: int, log_q_BW: jax.Array):
     return spec.policy.is_level_worth(params.economy, log_q_BW, ~state.is_done, depth=depth)

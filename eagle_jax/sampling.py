@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
 
 
 class Sampling(NamedTuple):
@@ -30,28 +31,36 @@ class Sampling(NamedTuple):
     return Sampling(*axes)
 
 
-def position_noise(seed, row_id, position, *, vocab_size: int) -> jax.Array:
-  """[V] f32, standard Gumbel noise of one token position.
+def position_noise(seed, row_id, position, token_U: jax.Array) -> jax.Array:
+  """[U] f32, standard Gumbel noise of these tokens at one position.
+
+  The noise is that of `jax.random.gumbel` over a whole vocabulary, looked up by token. But its generator counts: each
+  token's bits are computed from its id, so nothing is computed for other tokens, and nothing is looked up, which a TPU
+  does a tile of memory a number.
 
   Args:
     seed, row_id: [] i32.
     position: [] i32, absolute position of the token being drawn, counted in the unpadded row.
-    vocab_size: V, static.
+    token_U: [U] i32, target ids.
   """
-  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row_id), position)
-  return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), row_id), position)
+  low_U = token_U.astype(jnp.uint32)
+  high_U, low_U = threefry2x32_p.bind(*jax.random.key_data(key), jnp.zeros_like(low_U), low_U)
+  one = jnp.uint32(0x3F800000)  # the bits of 1.0: with 23 random ones behind them, a number in [1, 2)
+  uniform_U = jax.lax.bitcast_convert_type((high_U ^ low_U) >> 9 | one, jnp.float32) - 1
+  return -jnp.log(-jnp.log(jnp.maximum(uniform_U, jnp.finfo(jnp.float32).tiny)))
 
 
-def perturbation(sampling: Sampling, row_id, position, *, vocab_size: int) -> jax.Array:
-  """[V] f32, what is added to the logits of the token at `position`: temperature x noise; 0 where that is greedy.
+def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> jax.Array:
+  """[U] f32, what is added to the logits of the token at `position`: temperature x noise; 0 where that is greedy.
 
   The noise is computed only where it can matter: a branch, unless every row of a `vmap` has a temperature of its own.
   """
 
   def noise():
-    return sampling.temperature * position_noise(sampling.seed, row_id, position, vocab_size=vocab_size)
+    return sampling.temperature * position_noise(sampling.seed, row_id, position, token_U)
 
-  return jax.lax.cond(sampling.temperature > 0, noise, lambda: jnp.zeros(vocab_size))
+  return jax.lax.cond(sampling.temperature > 0, noise, lambda: jnp.zeros(token_U.shape))
 
 
 def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.Array:
@@ -96,5 +105,5 @@ def choose(logits_V: jax.Array, sampling: Sampling, row_id: jax.Array, position:
   """
   is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
   kept_V = jax.lax.cond(is_filtered, lambda: jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf), lambda: logits_V)
-  noise_V = perturbation(sampling, row_id, position, vocab_size=logits_V.shape[0])
+  noise_V = perturbation(sampling, row_id, position, jnp.arange(logits_V.shape[0]))
   return jnp.argmax(kept_V + noise_V).astype(jnp.int32)

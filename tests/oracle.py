@@ -111,7 +111,7 @@ class OracleDrafter:
       if depth > 0:
         hash_BW = jnp.take_along_axis(parents_BW, frontier.parent_slot, axis=1)
         hash_BW += ingredient(frontier.token, jnp.broadcast_to(state.position[:, None] + depth, frontier.token.shape))
-      return self.children(hash_BW, outlook.noise(depth + 1), fanout), hash_BW
+      return self.children(hash_BW, outlook.noise(depth + 1, jnp.arange(self.vocab_size)), fanout), hash_BW
 
     return grow(step, state.hash[:, None], root_B, policy, outlook)
 

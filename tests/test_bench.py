@@ -140,7 +140,7 @@ def test_where_texts_part_the_gap_is_that_of_the_best_two(pair, how):
   gap = gap_where_they_part(target, prompt, plain, [7, 8, 3], sampling, 4)
   network = TransformerTarget(target.config)
   logits_V = network.logits(target.params, network.read(target.params, jnp.asarray([[2, 9, 9, 7, 8]])))[:, 0, -1]
-  noise_V = position_noise(sampling.seed, 4, 5, vocab_size=31)
+  noise_V = position_noise(sampling.seed, 4, 5, jnp.arange(31))
   kept_V = logits_V if 'top_k' not in how else jnp.where(logits_V >= jnp.sort(logits_V)[-2], logits_V, -jnp.inf)
   best = np.sort(np.asarray(kept_V + sampling.temperature * noise_V))[::-1]
   np.testing.assert_allclose(gap, best[0] - best[1], rtol=1e-5)

@@ -391,10 +391,18 @@ def test_threshold(seed):
   assert sampling._threshold(order_V, weight_V, need) == max(enough, default=0)
 
 
+@pytest.mark.parametrize('tokens', [[0], [7, 3, 49_151], range(1000)], ids=str)
+def test_noise_of_some_tokens_is_theirs_in_that_of_all(tokens):
+  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), 2), 9)
+  all_V = jax.random.gumbel(key, (49_152,))
+  found_U = sampling.position_noise(5, 2, 9, jnp.asarray(tokens))
+  np.testing.assert_allclose(found_U, all_V[jnp.asarray(tokens)], rtol=1e-6)  # the last bit of a logarithm
+
+
 def test_choose_is_gumbel_max_of_what_is_kept():
   logits_V, position_n = np.random.default_rng(0).standard_normal(30).astype(np.float32), np.arange(10)
   choose = jax.jit(jax.vmap(sampling.choose, in_axes=(None, None, None, 0)))
-  noise = jax.jit(jax.vmap(lambda position: sampling.position_noise(7, 3, position, vocab_size=30)))
+  noise = jax.jit(jax.vmap(lambda position: sampling.position_noise(7, 3, position, jnp.arange(30))))
   noise_nV = np.asarray(noise(position_n))
   for temperature, top_k, top_p in [(0.0, 3, 0.5), (1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 0, 0.6), (2.0, 9, 0.8)]:
     how = sampling.Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=7)

@@ -163,6 +163,6 @@ def gap_where_they_part(
   taps = network.read(target.params, jnp.asarray([context]))
   logits_V = network.logits(target.params, taps)[:, 0, -1]
   kept_V = jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf)
-  noise_V = perturbation(sampling, row_id, len(context), vocab_size=target.config.vocab_size)
+  noise_V = perturbation(sampling, row_id, len(context), jnp.arange(target.config.vocab_size))
   best, second = jax.lax.top_k(kept_V + noise_V, 2)[0]
   return float(best - second)

@@ -116,12 +116,12 @@ class Eagle:
         position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
         rows = frontier.token, feature_DBW, position_BW, mask_BWM
         out_DBW, drafted = self.forward(params, *rows, state.cache, drafted)
-      return self.children(params, out_DBW, outlook.noise(depth + 1), fanout), (out_DBW, mask_BWM, drafted)
+      return self.children(params, out_DBW, outlook.noise(depth + 1, params['ids']), fanout), (out_DBW, mask_BWM, drafted)
 
     nothing_B10 = jnp.zeros((root_B.shape[0], 1, 0), bool)
     return grow(step, (state.feature[..., None], nothing_B10, None), root_B, policy, outlook)
 
-  def children(self, params, out_DBW: jax.Array, noise_VB: jax.Array, fanout: int) -> Children:
+  def children(self, params, out_DBW: jax.Array, noise_UB: jax.Array, fanout: int) -> Children:
     """The `fanout` likeliest next tokens after each drafted row.
 
     Greedy, these are the reference's: its confidences are at temperature 1 (EAGLE.md 4.2). A sampled token is the best
@@ -129,7 +129,7 @@ class Eagle:
     """
     out_DR = out_DBW.reshape(out_DBW.shape[0], -1)
     logits_UR = head_logits(params['head'], out_DR.astype(params['head'].dtype))
-    noise_UR = jnp.repeat(noise_VB[params['ids']], out_DBW.shape[2], axis=1, total_repeat_length=out_DR.shape[1])
+    noise_UR = jnp.repeat(noise_UB, out_DBW.shape[2], axis=1, total_repeat_length=out_DR.shape[1])
     log_p_RU = jax.nn.log_softmax(logits_UR + noise_UR, axis=0).T
     log_p_RC, index_RC = jax.lax.top_k(log_p_RU, fanout)
     shape = (*out_DBW.shape[1:], fanout)
