@@ -92,3 +92,63 @@ class DrafterConfig:
   def __post_init__(self):
     _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
     _require_heads(self)
+
+  @property
+  def target_width(self) -> int:
+    return self.width
+
+  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
+    """It reads the final feature alone."""
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+  """The EAGLE-3 head: one decoder layer over embeddings and fused features of three depths, and a head of its own
+  (EAGLE.md section 2; EAGLE-3, arXiv:2503.01840).
+
+  As in `DrafterConfig`, every field is the drafter's own.
+  """
+
+  vocab_size: int  # the target's
+  width: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  ffn_width: int
+  target_width: int
+  taps: tuple[int, ...] | None = None  # 0-based layers of the target whose inputs it reads; None: 2, N // 2, N - 3
+  norm_eps: float = 1e-6
+  rope_theta: float = 10_000.0
+  rope_slowdown: tuple[float, ...] = ()  # see `TargetConfig`
+  draft_vocab_size: int | None = None  # U, rows of its head; None: all of the target's ids
+  own_embedding: bool = False
+  norm_before_residual: bool = False  # the residual stream starts from the normed feature
+  norm_taps: bool = False  # EAGLE 3.1: a norm of each tap before fc
+  norm_feedback: bool = False  # EAGLE 3.1: the normed output is the next step's feature
+  name: str = 'drafter'
+
+  # What a target's layer may have, and this one never has.
+  qkv_bias: ClassVar[bool] = False
+  qk_norm: ClassVar[bool] = False
+  num_experts: ClassVar[int] = 0
+
+  def __post_init__(self):
+    object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
+    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'target_width')
+    _require_heads(self)
+    if self.taps is not None:
+      object.__setattr__(self, 'taps', tuple(int(layer) for layer in self.taps))
+      if len(self.taps) != 3 or min(self.taps) < 0:
+        raise ValueError(f'Eagle3Config: taps is {self.taps}; three layers, numbered from 0, are needed.')
+    if self.width != self.target_width and not self.own_embedding:
+      raise ValueError(
+        f"Eagle3Config: width {self.width} is not the target's {self.target_width}, so it needs an own_embedding."
+      )
+
+  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
+    """For a target of `num_layers` layers. ValueError if it has too few."""
+    taps = (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
+    if not 0 <= min(taps) <= max(taps) < num_layers:
+      raise ValueError(f'Drafter {self.name!r} reads the inputs of layers {taps}; this target has {num_layers} layers.')
+    return taps

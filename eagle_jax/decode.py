@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from eagle_jax.config import Eagle3Config
 from eagle_jax.cost import Costs, find
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
@@ -88,10 +90,10 @@ def build(
   network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
   if isinstance(chosen, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain())
-  if (drafter.config.width, drafter.config.vocab_size) != (target.config.width, target.config.vocab_size):
+  if (drafter.config.target_width, drafter.config.vocab_size) != (target.config.width, target.config.vocab_size):
     raise ValueError(
-      f'The drafter is for a target of width {drafter.config.width} and vocabulary {drafter.config.vocab_size}; this '
-      f'target has {target.config.width} and {target.config.vocab_size}. Load the drafter trained for this target.'
+      f'The drafter is for a target of width {drafter.config.target_width} and vocabulary {drafter.config.vocab_size}; '
+      f'this one has {target.config.width} and {target.config.vocab_size}. Load the drafter trained for this target.'
     )
   num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
   if (fanout := max(chosen.fanouts)) > num_ids:
@@ -101,7 +103,9 @@ def build(
     )
   params = drafter.params | _borrowed(target, drafter)
   economy = costs.economy(chosen) if isinstance(chosen, Adaptive) and costs else ()
-  spec = Spec(network, Eagle(drafter.config, params['fc']['weight'].dtype), chosen)
+  network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
+  head: Any = Eagle3 if isinstance(drafter.config, Eagle3Config) else Eagle
+  spec = Spec(network, head(drafter.config, params['fc']['weight'].dtype), chosen)
   return Params(target.params, params, economy), spec
 
 
@@ -128,21 +132,21 @@ def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | N
 
 
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
-  """The target's embedding and head (by reference; of a draft vocabulary, a copy of its rows), and the head's ids."""
+  """Embedding and head, and the head's ids: the target's by reference (of a draft vocabulary, a copy of the rows), or
+  the drafter's own."""
   mesh = mesh_of(target.params)
 
   def place(x, name):
     return jax.device_put(x, None if mesh is None else param_sharding([name, 'weight'], x.shape, mesh))
 
-  embed_VD = target.params['embed']['weight']
-  if 'ids' in drafter.params:
-    return {
-      'embed': embed_VD,
-      'head': place(target.head_VD[drafter.params['ids']], 'head'),
-      'ids': drafter.params['ids'],
-    }
-  ids = place(np.arange(target.config.vocab_size, dtype=np.int32), 'ids')
-  return {'embed': embed_VD, 'head': target.head_VD, 'ids': ids}
+  own = drafter.params
+  embed_VD = own.get('embed', target.params['embed'])['weight']
+  ids_U = own['ids'] if 'ids' in own else place(np.arange(target.config.vocab_size, dtype=np.int32), 'ids')
+  if 'head' in own:
+    head_UD = own['head']['weight']
+  else:
+    head_UD = place(target.head_VD[ids_U], 'head') if 'ids' in own else target.head_VD
+  return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U}
 
 
 def _resolve(policy: str | TreePolicy, drafter: Drafter | None, costs: Costs | None) -> TreePolicy:

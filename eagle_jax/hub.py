@@ -13,7 +13,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.sharding import mesh_of
 from eagle_jax.target.transformer import Target
 from eagle_jax.text import Tokenizer
-from eagle_jax.weights import fetch, folder, gguf, naming
+from eagle_jax.weights import fetch, folder, gguf, heads, naming
 from eagle_jax.weights.files import replacing
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import write_safetensors
@@ -66,10 +66,13 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
 
 
 def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None) -> Drafter:
-  """Loads an EAGLE-1/2 drafter: its `fc` and `layer`; embedding and head stay the target's.
+  """Loads an EAGLE-1/2 or EAGLE-3 drafter; what kind a folder holds, its config.json says.
+
+  Embedding and head stay the target's, but for EAGLE-3, which has a head of its own.
 
   Args:
-    name_or_path: a shipped name, or a folder with config.json (ours or a published head's) and safetensors.
+    name_or_path: a shipped name, or a folder with config.json (ours or a published head's) and safetensors or
+      pytorch_model.bin, of which nothing is executed.
     target: the model it drafts for.
     dtype: of the parameters; None means the target's.
 
@@ -77,11 +80,11 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
     ValueError: unknown name, unsupported or damaged folder, tensors that do not fit, or a drafter for another target.
   """
   path = _drafter_folder(name_or_path)
-  config = folder.drafter_config(path, folder.read_config(path))
+  config = heads.read_head_config(path, folder.read_config(path))
   _require_match(config, target.config)
   dtype = target.params['embed']['weight'].dtype if dtype is None else dtype
   table, mesh = naming.drafter_table(config), mesh_of(target.params)
-  params = assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path))
+  params = assemble(heads.read_head_tensors(path), table, dtype, mesh=mesh, source=str(path))
   if 'ids' in params and not 0 <= params['ids'].min() <= params['ids'].max() < target.config.vocab_size:
     raise ValueError(f'{path}: d2t leads outside the target vocabulary of {target.config.vocab_size} ids.')
   return Drafter(config, params)
@@ -105,13 +108,14 @@ def _drafter_folder(name_or_path: str | Path) -> Path:
 
 
 def _require_match(drafter, target) -> None:
-  pairs = {name: (getattr(drafter, name), getattr(target, name)) for name in ('width', 'vocab_size')}
+  pairs = {'width': (drafter.target_width, target.width), 'vocab_size': (drafter.vocab_size, target.vocab_size)}
   wrong = [f'{name} {ours} instead of {theirs}' for name, (ours, theirs) in pairs.items() if ours != theirs]
   if wrong:
     raise ValueError(
       f'Drafter {drafter.name!r} is for another target than {target.name!r}: {", ".join(wrong)}. '
       'Load the drafter that was trained for this target.'
     )
+  drafter.tapped_layers(target.num_layers)
 
 
 def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = None, *, dtype: Any = None) -> None:
@@ -130,7 +134,29 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   write_safetensors(path / 'model.safetensors', flatten(params, table))
   if provenance is not None:
     _write_json(path / 'provenance.json', provenance)
-  _write_json(path / 'config.json', folder.drafter_content(drafter.config))
+  _write_json(path / 'config.json', heads.own_content(drafter.config))
+
+
+def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout: str) -> None:
+  """Writes a folder that another engine loads; `load_drafter` reads it too, and finds the same bits.
+
+  Args:
+    drafter: to be written.
+    path: the folder; made if it is not there.
+    target: the model it drafts for.
+    layout: a key of `heads.LAYOUTS`: 'safeailab' (the reference), 'sglang', 'speculators' (vLLM).
+
+  Raises:
+    ValueError: unknown layout, or one that has no words for something that this drafter is.
+  """
+  if layout not in heads.LAYOUTS:
+    raise ValueError(f'Unknown layout {layout!r}; one of {sorted(heads.LAYOUTS)} is needed.')
+  path = Path(path)
+  out = heads.written(drafter.config, drafter.params, target.config, target.params['embed']['weight'], layout)
+  write_safetensors(path / 'model.safetensors', out.tensors)
+  if out.ids:
+    _write_json(path / heads.VOCABULARY_FILE, {'ids': out.ids})
+  _write_json(path / 'config.json', out.content)
 
 
 def _write_json(path: Path, content: dict) -> None:

@@ -45,7 +45,7 @@ def main(_):
   bench = Bench(target, drafter, policy, options, FLAGS.num_repeats)
   answers = list(tqdm(bench.measure(asked, [temperature], out / 'answers.jsonl', setup), desc='answers'))
   summary = {**report(answers, policy), **setup, 'temperature': temperature}
-  if drafter is not None:
+  if drafter is not None and not drafter.has_own_head:  # of EAGLE-3 no traces are recorded
     summary['calibration'] = calibrate(target, drafter, answers, policy=DynamicTree(), seed=FLAGS.seed)
   write(summary, out)
   plot(summary, out)

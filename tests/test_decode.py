@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import gc
 import re
+import weakref
 
 import jax
 import jax.monitoring
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import decode
+from eagle_jax import decode, program
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, StaticTree
@@ -207,6 +209,21 @@ def test_a_new_bucket_compiles_each_program_once(target, drafter, monkeypatch):
   assert (len(decode._PREFILL._compiled), len(decode._LOOP._compiled)) == (1, 1)
 
 
+def test_only_the_programs_used_last_are_kept(monkeypatch):
+  monkeypatch.setattr(program, 'MAX_PROGRAMS', 2)
+  double = Program(jax.jit(lambda x: 2 * x))
+  shapes = [np.zeros(size, np.float32) for size in (1, 2, 3)]
+  made = {size: weakref.ref(double.compile(shapes[size - 1])[0]) for size in (1, 2)}
+  assert double.compile(shapes[0])[1] == 0  # there already, and now the newest
+  assert double.compile(shapes[2])[1] > 0
+  gc.collect()
+  assert made[2]() is None
+  assert made[1]() is not None
+  double.forget()
+  gc.collect()
+  assert made[1]() is None
+
+
 def test_generate_runs_two_programs_however_long_the_text(target, drafter, monkeypatch):
   right, runs = Program.compile, []
 
@@ -368,7 +385,7 @@ def test_a_draft_vocabulary_drafts_only_its_ids_and_changes_no_text(target, draf
   assert out.tokens == plain.tokens
   params, spec = decode.build(target, small, policy=SMALL)
   state = spec.drafter.init(1, 32)
-  outlook = Outlook(lambda depth: jnp.zeros((97, 1)), lambda depth, log_q_BW: True)
+  outlook = Outlook(lambda depth, token_U: jnp.zeros((len(token_U), 1)), lambda depth, log_q_BW: True)
   candidates = spec.drafter.propose(params.drafter, state, jnp.array([5]), SMALL, outlook)
   assert set(candidates.token[0, 1:].tolist()) <= set(ids.tolist())
   with pytest.raises(ValueError, match='10 children.*draft vocabulary has 8 ids'):

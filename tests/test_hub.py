@@ -297,7 +297,7 @@ def test_bad_drafters(tmp_path, target, drafter):
     ({name: value for name, value in content.items() if name != 'norm_eps'}, r"lacks \['norm_eps'\]"),
     (content | {'width': '32'}, 'wrong type'),
     (content | {'depth': 3}, r"unknown fields \['depth'\]"),
-    (HF_CONFIG | {'draft_vocab_size': 5}, 'EAGLE-3'),
+    (HF_CONFIG | {'draft_vocab_size': 5}, 'reads the inputs of layers'),  # an EAGLE-3 head
     (HF_CONFIG, 'one layer'),
   ):
     (tmp_path / 'saved' / 'config.json').write_text(json.dumps(changed))

@@ -106,3 +106,17 @@ def test_stream_prints_the_text_and_a_line_of_statistics(smollm2):
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip()
   assert 'tau 1.00' in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_convert(files, tmp_path):
+  out = tmp_path / 'sglang'
+  run = launch('convert', *files, '--to=sglang', f'--out={out}', '--json')
+  assert run.returncode == 0, run.stderr
+  report = json.loads(run.stdout)
+  assert (report['kind'], report['layout'], report['draft_vocabulary']) == ('EAGLE-1/2', 'sglang', 11)
+  back = launch('convert', files[0], f'--drafter={out}', '--json')
+  assert json.loads(back.stdout)['parameters'] == report['parameters']
+  again = launch('convert', *files, '--to=sglang', f'--out={out}')
+  assert again.returncode == 2
+  assert 'is not empty' in again.stderr

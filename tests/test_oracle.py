@@ -42,7 +42,8 @@ class RandomTrees(oracle.OracleDrafter):
   """Another random tree for every row and step: unused nodes, twins and any shape that a policy never grows."""
 
   def propose(self, params, state, root_B, policy, outlook):
-    noise_PVB = jnp.stack([outlook.noise(depth, jnp.arange(self.vocab_size)) for depth in range(1, policy.max_depth + 1)])
+    token_V = jnp.arange(self.vocab_size)
+    noise_PVB = jnp.stack([outlook.noise(depth, token_V) for depth in range(1, policy.max_depth + 1)])
     return jax.vmap(functools.partial(self._row, policy), (0, 0, 2))(state, root_B, noise_PVB)
 
   def _row(self, policy, state, root, noise_PV):

@@ -70,15 +70,18 @@ def cycle_ms(target: Target, params: Params, spec: Spec, *, batch: int, num_prom
     row_ids=None,
     eos_ids=(),
   )
-  best, loop = float('inf'), Program(decode_loop)
+  best, fill, loop = float('inf'), Program(run_prefill), Program(decode_loop)
   with using(mesh_of(target.params)):
     for _ in range(REPEATS):
-      state = run_prefill(*arguments, **static)
+      run, _ = fill.compile(*arguments, **static)
+      state = run(*arguments)
       run, _ = loop.compile(params, state, spec=spec)
       jax.block_until_ready(state)
       start = time.perf_counter()
       state = jax.block_until_ready(run(params, state))
       best = min(best, (time.perf_counter() - start) / int(state.num_passes.max()))
+  for program in (fill, loop):
+    program.forget()  # many policies are timed, each once
   return 1000 * best
 
 
@@ -141,7 +144,7 @@ def _bytes_read(target: Target, drafter: Drafter, *, batch: int, num_prompt: int
   params, spec = build(target, drafter, policy=Chain(1))
   caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_prompt), spec.drafter.init(batch, num_prompt)))
   weights = {name: x for name, x in target.params.items() if name != 'embed' or target.config.tied_head}
-  own = {name: params.drafter[name] for name in ('fc', 'layer', 'head')}
+  own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids')}
   return size((weights, caches[0])), size((own, caches[1]))
 
 
@@ -219,7 +222,8 @@ def vocabularies(
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
   tried = []
-  for num_ids in progress([len(ids) >> n for n in range(NUM_HALVINGS + 1) if len(ids) >> n], desc='vocabularies'):
+  sizes = [len(ids) >> n for n in range(1 if drafter.has_own_head else NUM_HALVINGS + 1) if len(ids) >> n]
+  for num_ids in progress(sizes, desc='vocabularies'):
     lesser = drafter.first_ids(num_ids)
     params, spec = build(target, lesser, policy=Chain(3))
     ms = cycle_ms(target, params, spec, batch=batch, num_prompt=num_prompt)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.config import DrafterConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.tree import Candidates, root_only
@@ -16,12 +16,21 @@ from eagle_jax.tree import Candidates, root_only
 class Drafter:
   """A loaded drafter: what `load_drafter` returns and `decode` takes. The target's embedding and head are not in it."""
 
-  config: DrafterConfig
+  config: DrafterConfig | Eagle3Config
   params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
+
+  @property
+  def has_own_head(self) -> bool:
+    """EAGLE-3 has; the others read the target's."""
+    return 'head' in self.params
 
   def with_ids(self, ids: Any) -> 'Drafter':
     """Drafts these of the target's ids only, [U] i32. The head is the target's, so nothing is trained anew (FR-Spec,
     arXiv:2502.14856)."""
+    if self.has_own_head:
+      raise ValueError(
+        f'Drafter {self.config.name!r} has a head of its own, for ids of its own: they cannot be chosen.'
+      )
     config = dataclasses.replace(self.config, draft_vocab_size=len(ids))
     return Drafter(config, {**self.params, 'ids': jnp.asarray(ids, jnp.int32)})
 

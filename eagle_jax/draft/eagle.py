@@ -51,7 +51,7 @@ class Eagle:
   target id of each row of that head: all of them, or a draft vocabulary.
   """
 
-  config: DrafterConfig
+  config: Any  # a `DrafterConfig`; of subclasses, another
   dtype: Any = jnp.float32
 
   def init(self, batch: int, num_slots: int) -> EagleState:
@@ -76,6 +76,18 @@ class Eagle:
 
     return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, mix)['params']
 
+  def enter(self, params, taps) -> jax.Array:
+    """[D, B, P], the features of target rows as the head takes them."""
+    return taps.feature
+
+  def feed(self, params, out_DBW: jax.Array) -> jax.Array:
+    """[D, B, W], what a drafted row's output gives its children for a feature."""
+    return out_DBW
+
+  def read(self, params, out_DR: jax.Array) -> jax.Array:
+    """[D, R], what the language-model head reads of an output."""
+    return out_DR
+
   def rows(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
     """[D, B, T] outputs of T rows of (next token, feature), and the memory that `mix` returns."""
     variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
@@ -94,7 +106,7 @@ class Eagle:
     cache = state.cache
     position_BP = cache.length[:, None] + jnp.arange(token_BP.shape[1])[None]
     mix = appending(cache.keys[0], cache.values[0], cache.length)
-    out_DBP, (keys, values) = self.rows(params, token_BP, taps.feature, position_BP, mix)
+    out_DBP, (keys, values) = self.rows(params, token_BP, self.enter(params, taps), position_BP, mix)
     newest_B = jnp.maximum(count_B - 1, 0)
     newest_DB = jnp.take_along_axis(out_DBP, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
     feature_DB = constrain(jnp.where(count_B > 0, newest_DB, state.feature), ('width', 'batch'))
@@ -108,7 +120,7 @@ class Eagle:
       out_DBW, mask_BWM, drafted = carry
       if depth > 0:  # the root's own output is there already
         # A node's feature is the output at its parent; it sees what its parent saw, and itself.
-        feature_DBW = jnp.take_along_axis(out_DBW, frontier.parent_slot[None], axis=2, mode='clip')
+        feature_DBW = jnp.take_along_axis(self.feed(params, out_DBW), frontier.parent_slot[None], axis=2, mode='clip')
         inherited_BWM = jnp.take_along_axis(mask_BWM, frontier.parent_slot[..., None], axis=1, mode='clip')
         batch, width = frontier.token.shape
         itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
@@ -116,7 +128,8 @@ class Eagle:
         position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
         rows = frontier.token, feature_DBW, position_BW, mask_BWM
         out_DBW, drafted = self.forward(params, *rows, state.cache, drafted)
-      return self.children(params, out_DBW, outlook.noise(depth + 1, params['ids']), fanout), (out_DBW, mask_BWM, drafted)
+      noise_UB = outlook.noise(depth + 1, params['ids'])
+      return self.children(params, out_DBW, noise_UB, fanout), (out_DBW, mask_BWM, drafted)
 
     nothing_B10 = jnp.zeros((root_B.shape[0], 1, 0), bool)
     return grow(step, (state.feature[..., None], nothing_B10, None), root_B, policy, outlook)
@@ -128,7 +141,7 @@ class Eagle:
     under noise that is known: so the drafter adds the same noise, and its confidence says which token will be drawn.
     """
     out_DR = out_DBW.reshape(out_DBW.shape[0], -1)
-    logits_UR = head_logits(params['head'], out_DR.astype(params['head'].dtype))
+    logits_UR = head_logits(params['head'], self.read(params, out_DR).astype(params['head'].dtype))
     noise_UR = jnp.repeat(noise_UB, out_DBW.shape[2], axis=1, total_repeat_length=out_DR.shape[1])
     log_p_RU = jax.nn.log_softmax(logits_UR + noise_UR, axis=0).T
     log_p_RC, index_RC = jax.lax.top_k(log_p_RU, fanout)

@@ -209,7 +209,7 @@ class Attention(nn.Module):
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k, v))
     out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
     out_CR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
-    return Linear(x_DR.shape[0], name='o')(out_CR), memory
+    return Linear(c.width, name='o')(out_CR), memory
 
 
 class SwiGLU(nn.Module):

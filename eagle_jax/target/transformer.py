@@ -31,6 +31,7 @@ class Taps(NamedTuple):
   """What a pass shows of its inside, for drafters to build on."""
 
   feature: jax.Array  # [D, B, T], last hidden state after the final norm: what the head reads
+  residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, no norm
 
 
 class Transformer(nn.Module):
@@ -38,6 +39,7 @@ class Transformer(nn.Module):
 
   config: TargetConfig
   dtype: Any = jnp.float32
+  tapped_layers: tuple[int, ...] = ()
 
   def setup(self):
     c = self.config
@@ -60,13 +62,15 @@ class Transformer(nn.Module):
       oldest_BT = position_BT - (self.config.window - 1)
       mask_BTT &= position_BT[:, None] >= oldest_BT[..., None]
     x_DR = self.embed(token_BT.reshape(-1))
-    layers = []
+    layers, inputs = [], []
     for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
       mix = over_cache(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest_BT=oldest_BT)
+      inputs.append(x_DR)
       x_DR, kv_BGTK = layer(x_DR, position_BT, mix)
       layers.append(kv_BGTK)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
-    return Taps(feature_DBT), NewRows(*zip(*layers, strict=True))
+    residual = tuple(inputs[index].reshape(-1, *token_BT.shape) for index in self.tapped_layers)
+    return Taps(feature_DBT, residual), NewRows(*zip(*layers, strict=True))
 
   def logits(self, taps: Taps) -> jax.Array:
     """[V, B, T] f32, next-token logits of normed features."""
@@ -93,6 +97,7 @@ class TransformerTarget:
 
   config: TargetConfig
   dtype: Any = jnp.float32
+  tapped_layers: tuple[int, ...] = ()  # whose inputs `Taps.residual` shows
 
   @property
   def vocab_size(self) -> int:
@@ -128,4 +133,5 @@ class TransformerTarget:
     return self._apply(params, taps, method='logits')
 
   def _apply(self, params, *args, method: str) -> Any:
-    return Transformer(self.config, self.dtype).apply({'params': params}, *args, method=method)
+    network = Transformer(self.config, self.dtype, self.tapped_layers)
+    return network.apply({'params': params}, *args, method=method)

@@ -224,6 +224,11 @@ def _batches(
   if not examples:
     raise ValueError('No example came; tracing needs one or more.')
   params, spec = build(target, drafter, policy=policy)
+  if taps := drafter.config.tapped_layers(target.config.num_layers):
+    raise ValueError(
+      f'Drafter {drafter.config.name!r} reads the inputs of layers {taps} of the target, and recorded answers '
+      'hold the final feature alone: an EAGLE-3 head cannot be traced. Decode with it instead: launch/bench.py.'
+    )
   spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size))
   answers = [first_answer(example) for example in examples]
   order = sorted(range(len(answers)), key=lambda number: answers[number].num_new)  # so rows of a batch end together

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from eagle_jax.config import DrafterConfig
+from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.hub import load_drafter, load_target
 from eagle_jax.sharding import param_shardings, using
@@ -60,12 +62,13 @@ def run(
     Held-out metrics of the best step; see `loop.train`.
 
   Raises:
-    ValueError: too few conversations, or a folder with another run in it.
+    ValueError: too few conversations, a folder with another run in it, or an `initial` that cannot be trained.
   """
   if variant is not None and variant not in (variants := config.get('VARIANTS', {})):
     raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
   config = {**config, **(config['VARIANTS'][variant] if variant else {})}
   target = load_target(config['TARGET'], mesh=mesh)
+  first = _first_weights(initial, target) if initial else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   data = _gather(target, config, out / 'shards', prompts, prompts_hash)
   log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
@@ -90,12 +93,19 @@ def run(
     data.held_out,
     config['RECIPE'],
     out / variant if variant else out,
-    initial=load_drafter(initial, target) if initial else None,
+    initial=first,
     provenance=provenance,
     report_every=report_every,
     num_traced=config.get('NUM_TRACED', 16),
     progress=True,
   )
+
+
+def _first_weights(name: str, target: Target) -> Drafter:
+  drafter = load_drafter(name, target)
+  if not isinstance(drafter.config, DrafterConfig):
+    raise ValueError(f'Drafter {name!r} is an EAGLE-3 head; training begins with an EAGLE-1/2 one, or with none.')
+  return drafter
 
 
 class _Gathered(NamedTuple):

@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.config import TargetConfig
 from eagle_jax.weights.pickled import read_pickled
 from eagle_jax.weights.safetensors import read_safetensors
-
-DRAFTER_KIND = 'eagle2'  # our own drafter folders; published ones have no "kind"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +46,10 @@ def read_config(folder: Path) -> dict[str, Any]:
   path = folder / 'config.json'
   if not path.is_file():
     raise ValueError(f'{folder} holds no config.json: give a folder with config.json and *.safetensors files.')
-  return _read_object(path)
+  return read_json(path)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
   try:
     content = json.loads(path.read_text(encoding='utf-8'))
   except ValueError as error:
@@ -73,7 +71,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     else:
       raise ValueError(f'{folder} holds none of model.safetensors, {index.name} and {pickled.name}: fetch one of them.')
     return
-  weight_map = _read_object(index).get('weight_map')
+  weight_map = read_json(index).get('weight_map')
   if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
     raise ValueError(f'{index} has no "weight_map" object of file names: fetch it again.')
   shards = sorted(set(weight_map.values()))
@@ -96,7 +94,7 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
   family = FAMILIES[content['model_type']]
   _refuse_variants(folder, content, family)
   return TargetConfig(
-    **_llama_fields(folder, content, family, 'max_position_embeddings'),
+    **llama_fields(folder, content, family, 'max_position_embeddings'),
     max_context=int(content['max_position_embeddings']),
     tied_head=bool(content.get('tie_word_embeddings', False)),
     qkv_bias=family.qkv_bias,
@@ -113,56 +111,13 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
 def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
   """Those that transformers stops at: generation_config.json's, else config.json's."""
   path = folder / 'generation_config.json'
-  eos = _read_object(path).get('eos_token_id') if path.is_file() else None
+  eos = read_json(path).get('eos_token_id') if path.is_file() else None
   if eos is None:
     eos = content.get('eos_token_id')
   return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def drafter_config(folder: Path, content: Mapping[str, Any]) -> DrafterConfig:
-  """The EAGLE-1/2 head a config.json describes: ours ("kind": "eagle2") or a published one (Llama keys).
-
-  Raises:
-    ValueError: another kind of drafter, missing or unknown fields.
-  """
-  if 'kind' in content:
-    return _own_drafter_config(folder, content)
-  if 'draft_vocab_size' in content:
-    raise ValueError(f'{folder} holds an EAGLE-3 drafter (it has draft_vocab_size); only EAGLE-1/2 can be read.')
-  fields = _llama_fields(folder, content, FAMILIES['llama'])
-  if content['num_hidden_layers'] != 1:
-    raise ValueError(f'{folder}: a drafter has one layer, this config says {content["num_hidden_layers"]}.')
-  if fields.pop('rope_slowdown'):
-    raise ValueError(f'{folder}: a drafter with RoPE scaling is not supported, only unscaled RoPE.')
-  return DrafterConfig(
-    **fields,
-    fc_bias=bool(content.get('bias', True)),
-    qkv_bias=bool(content.get('qkv_bias', False)),
-    name=folder.name,
-  )
-
-
-def _own_drafter_config(folder: Path, content: Mapping[str, Any]) -> DrafterConfig:
-  if content['kind'] != DRAFTER_KIND:
-    raise ValueError(f'{folder}: drafter kind {content["kind"]!r} is not supported, only {DRAFTER_KIND!r}.')
-  given = {name: value for name, value in content.items() if name != 'kind'}
-  known = {field.name for field in dataclasses.fields(DrafterConfig)}
-  if missing := sorted(known - given.keys()):
-    raise ValueError(f'{folder}/config.json lacks {missing}: save the drafter again with save_drafter.')
-  if unknown := sorted(given.keys() - known):
-    raise ValueError(f'{folder}/config.json has unknown fields {unknown}; known are {sorted(known)}.')
-  try:
-    return DrafterConfig(**given)
-  except TypeError as error:
-    raise ValueError(f'{folder}/config.json has a field of the wrong type: {error}.') from error
-
-
-def drafter_content(config: DrafterConfig) -> dict[str, Any]:
-  """config.json of a drafter of ours: the reverse of `drafter_config`."""
-  return {'kind': DRAFTER_KIND, **dataclasses.asdict(config)}
-
-
-def _llama_fields(folder: Path, content: Mapping[str, Any], family: Family, *also_needed: str) -> dict[str, Any]:
+def llama_fields(folder: Path, content: Mapping[str, Any], family: Family, *also_needed: str) -> dict[str, Any]:
   """The fields that come of the same keys in all families. An absent key means what it means to transformers."""
   needed = (
     'vocab_size',

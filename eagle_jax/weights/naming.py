@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 
 
 def _same(array: np.ndarray) -> np.ndarray:
@@ -83,28 +83,33 @@ def _swiglu(config: _LayerDims) -> dict[str, tuple[int, int]]:
   return {'gate': inward, 'up': inward, 'down': outward}
 
 
-def _projections(config: _LayerDims) -> dict[tuple[str, str], tuple[int, int]]:
-  """(block, projection) -> weight shape of one decoder layer; routed experts are not among them."""
+def _projections(config: _LayerDims, in_width: int) -> dict[tuple[str, str], tuple[int, int]]:
+  """(block, projection) -> weight shape of one decoder layer, whose attention reads `in_width` numbers a row; routed
+  experts are not among them."""
   q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
   shapes = {
-    ('attn', 'q'): (q_width, config.width),
-    ('attn', 'k'): (kv_width, config.width),
-    ('attn', 'v'): (kv_width, config.width),
+    ('attn', 'q'): (q_width, in_width),
+    ('attn', 'k'): (kv_width, in_width),
+    ('attn', 'v'): (kv_width, in_width),
     ('attn', 'o'): (config.width, q_width),
   }
   return shapes if config.num_experts else shapes | {('mlp', part): shape for part, shape in _swiglu(config).items()}
 
 
 def _projection_entries(
-  config: _LayerDims, layer: str, block: str, names: Mapping[tuple[str, str], str]
+  config: _LayerDims,
+  layer: tuple[str, ...],
+  block: str,
+  names: Mapping[tuple[str, str], str],
+  in_width: int | None = None,
 ) -> dict[str, Entry]:
   """`_projections` and the biases of queries, keys and values; `names` are those of a kind of file, below `block`."""
   entries = {}
-  for place, shape in _projections(config).items():
+  for place, shape in _projections(config, in_width or config.width).items():
     name = f'{block}.{names[place]}'
-    entries[f'{name}.weight'] = Entry((layer, *place, 'weight'), shape)
+    entries[f'{name}.weight'] = Entry((*layer, *place, 'weight'), shape)
     if config.qkv_bias and place in (('attn', 'q'), ('attn', 'k'), ('attn', 'v')):
-      entries[f'{name}.bias'] = Entry((layer, *place, 'bias'), shape[:1])
+      entries[f'{name}.bias'] = Entry((*layer, *place, 'bias'), shape[:1])
   return entries
 
 
@@ -137,7 +142,7 @@ def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
     layer, block = f'layer_{i}', f'blk.{i}'
     entries[f'{block}.attn_norm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.ffn_norm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    entries |= _projection_entries(config, layer, block, _GGUF_PROJECTIONS)
+    entries |= _projection_entries(config, (layer,), block, _GGUF_PROJECTIONS)
     entries |= _head_norms(config, layer, f'{block}.attn_')
     if permuted_qk:
       for name, num_heads in (('attn_q', config.num_heads), ('attn_k', config.num_kv_heads)):
@@ -157,7 +162,7 @@ def hf_table(config: TargetConfig) -> Table:
     ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
     entries[f'{block}.input_layernorm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.post_attention_layernorm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    entries |= _projection_entries(config, layer, block, _HF_PROJECTIONS)
+    entries |= _projection_entries(config, (layer,), block, _HF_PROJECTIONS)
     entries |= _head_norms(config, layer, f'{block}.self_attn.')
     if config.num_experts:
       entries |= _expert_entries(config, layer, f'{block}.block_sparse_moe')
@@ -191,8 +196,22 @@ def _outer_entries(config: TargetConfig, embed: str, norm: str, head: str) -> di
   return entries
 
 
-def drafter_table(config: DrafterConfig) -> Table:
-  """Names of published EAGLE-1/2 heads (EAGLE.md section 3.1): no prefix, one layer without an input norm.
+def drafter_table(config: DrafterConfig | Eagle3Config) -> Table:
+  """Names of published heads (EAGLE.md sections 3.1 and 3.2), as `canonical` gives them."""
+  return _eagle3_table(config) if isinstance(config, Eagle3Config) else _eagle_table(config)
+
+
+def canonical(name: str) -> str:
+  """The one spelling, of those that engines have, that `drafter_table` knows: the layer as `layers.0`, no `model.`."""
+  name = name.removeprefix('model.')
+  for theirs, ours in (('midlayer.', 'layers.0.'), ('transformer.', 'layers.0.'), ('fusion_fc.', 'fc.')):
+    if name.startswith(theirs):
+      return ours + name.removeprefix(theirs)
+  return name
+
+
+def _eagle_table(config: DrafterConfig) -> Table:
+  """EAGLE-1/2: one layer without an input norm.
 
   The embedding that such files carry is the target's own, which the drafter uses by reference.
   """
@@ -201,10 +220,40 @@ def drafter_table(config: DrafterConfig) -> Table:
   if config.fc_bias:
     entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
-  entries |= _projection_entries(config, 'layer', block, _HF_PROJECTIONS)
-  if config.draft_vocab_size is not None:
-    entries['d2t'] = Entry(('ids',), (config.draft_vocab_size,), _ids_of_offsets, _offsets_of_ids, np.int32)
+  entries |= _projection_entries(config, ('layer',), block, _HF_PROJECTIONS)
+  entries |= _draft_vocabulary(config)
   return Table(entries, frozenset({'embed_tokens.weight', f'{block}.self_attn.rotary_emb.inv_freq'}))
+
+
+def _eagle3_table(config: Eagle3Config) -> Table:
+  """EAGLE-3: attention over twice the width, norms of its own, a head of its own, and perhaps an embedding."""
+  width, block = config.width, 'layers.0'
+  num_ids = config.draft_vocab_size or config.vocab_size
+  norms = {
+    f'{block}.input_layernorm.weight': ('embedding_norm', width),
+    f'{block}.hidden_norm.weight': ('feature_norm', width),
+    f'{block}.post_attention_layernorm.weight': ('mlp_norm', width),
+    'norm.weight': ('norm', width),
+  }
+  if config.norm_taps:
+    norms |= {f'tap_norm.{tap}.weight': (f'tap_norm_{tap}', config.target_width) for tap in range(3)}
+  entries = {name: Entry((ours, 'scale'), (size,)) for name, (ours, size) in norms.items()}
+  entries['fc.weight'] = Entry(('fc', 'weight'), (width, 3 * config.target_width))
+  entries['lm_head.weight'] = Entry(('head', 'weight'), (num_ids, width))
+  entries |= _projection_entries(config, (), block, _HF_PROJECTIONS, in_width=2 * width)
+  entries |= _draft_vocabulary(config)
+  ignored = {'t2d', 'd2t', f'{block}.self_attn.rotary_emb.inv_freq'} - entries.keys()
+  if config.own_embedding:
+    entries['embed_tokens.weight'] = Entry(('embed', 'weight'), (config.vocab_size, width))
+  else:
+    ignored.add('embed_tokens.weight')
+  return Table(entries, frozenset(ignored))
+
+
+def _draft_vocabulary(config: DrafterConfig | Eagle3Config) -> dict[str, Entry]:
+  if config.draft_vocab_size is None:
+    return {}
+  return {'d2t': Entry(('ids',), (config.draft_vocab_size,), _ids_of_offsets, _offsets_of_ids, np.int32)}
 
 
 def _ids_of_offsets(d2t_U: np.ndarray) -> np.ndarray:

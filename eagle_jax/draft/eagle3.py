@@ -1,0 +1,97 @@
+"""The EAGLE-3 head (arXiv:2503.01840; EAGLE.md section 2): features of three depths, fused, and a head of its own.
+
+Rows are shifted as in EAGLE-1/2: row t joins the fused feature of token t with the embedding of the *next* token, and
+stands at RoPE position t. Its output is free to be anything: the drafter's own norm and head turn it into a
+distribution, and for the next draft step it takes the place of the fused feature.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.config import Eagle3Config
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.target.layers import Attention, Linear, Mix, RMSNorm, SwiGLU, embed
+
+
+class Eagle3Head(nn.Module):
+  """fc over the taps; a layer whose attention reads [embedding, feature]; the final norm."""
+
+  config: Eagle3Config
+
+  def setup(self):
+    c = self.config
+    if c.norm_taps:
+      self.tap_norm = [RMSNorm(c.norm_eps) for _ in range(3)]
+    self.fc = Linear(c.width)
+    self.embedding_norm, self.feature_norm, self.mlp_norm, self.norm = (RMSNorm(c.norm_eps) for _ in range(4))
+    self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width)
+
+  def fuse(self, taps: tuple[jax.Array, ...]) -> jax.Array:
+    """[D, R] of three [target width, R]."""
+    if self.config.norm_taps:
+      taps = tuple(norm(tap_DR) for norm, tap_DR in zip(self.tap_norm, taps, strict=True))
+    return self.fc(jnp.concatenate(taps))
+
+  def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
+    """Outputs of the rows, [D, R], and the memory that `mix` returns."""
+    normed_DR = self.feature_norm(feature_DR)
+    both_R = jnp.concatenate([self.embedding_norm(embedding_DR), normed_DR])
+    mixed_DR, memory = self.attn(both_R, position_BT, mix)
+    x_DR = (normed_DR if self.config.norm_before_residual else feature_DR) + mixed_DR
+    return x_DR + self.mlp(self.mlp_norm(x_DR)), memory
+
+  def final(self, out_DR: jax.Array) -> jax.Array:
+    """What the language-model head reads."""
+    return self.norm(out_DR)
+
+  def everything(self, embedding_DR, taps, position_BT, mix: Mix):
+    """A pass through every parameter."""
+    return self.final(self(embedding_DR, self.fuse(taps), position_BT, mix)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3(Eagle):
+  """`Eagle3Head` as the pure functions that the decode loop calls (`draft.DraftNetwork`).
+
+  Its params: those of the head, and `embed` [V, D], its own or by reference the target's, `head` [U, D] of its own, and
+  `ids` [U] i32, the target id of each row of that head.
+  """
+
+  config: Eagle3Config
+
+  def init_params(self, key: jax.Array) -> dict[str, Any]:
+    """Random parameters of the head; under `jax.eval_shape`, the shapes that a checkpoint must have."""
+    c = self.config
+    taps = (jnp.zeros((c.target_width, 1), self.dtype),) * 3
+    row_D1 = jnp.zeros((c.width, 1), self.dtype)
+
+    def mix(q_BGJTK, k_BGTK, v_BGTK):
+      return q_BGJTK, None
+
+    return Eagle3Head(c).init(key, row_D1, taps, jnp.zeros((1, 1), jnp.int32), mix, method='everything')['params']
+
+  def enter(self, params, taps) -> jax.Array:
+    rows = tuple(tap_DBP.reshape(tap_DBP.shape[0], -1).astype(self.dtype) for tap_DBP in taps.residual)
+    return self._apply(params, rows, method='fuse').reshape(-1, *taps.feature.shape[1:])
+
+  def feed(self, params, out_DBW: jax.Array) -> jax.Array:
+    if not self.config.norm_feedback:
+      return out_DBW
+    return self.read(params, out_DBW.reshape(out_DBW.shape[0], -1)).reshape(out_DBW.shape)
+
+  def read(self, params, out_DR: jax.Array) -> jax.Array:
+    return self._apply(params, out_DR, method='final')
+
+  def rows(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
+    embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
+    feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
+    out_DR, memory = self._apply(params, embedding_DR, feature_DR, position_BT, mix, method='__call__')
+    return out_DR.reshape(feature_DBT.shape), memory
+
+  def _apply(self, params, *args, method: str) -> Any:
+    own = {name: x for name, x in params.items() if name not in ('embed', 'head', 'ids')}
+    return Eagle3Head(self.config).apply({'params': own}, *args, method=method)

@@ -1,0 +1,59 @@
+"""Reads a drafter of any layout, and writes it in another; says what it is, and that it reads back bit for bit.
+
+python launch/convert.py --to=sglang --out=runs/for_sglang
+"""
+
+import json
+from pathlib import Path
+
+import common
+import entry
+import jax
+import numpy as np
+from absl import flags
+
+from eagle_jax import hub
+from eagle_jax.config import Eagle3Config
+from eagle_jax.weights.heads import LAYOUTS
+
+FLAGS = flags.FLAGS
+flags.DEFINE_enum('to', 'eagle_jax', ['eagle_jax', *LAYOUTS], 'Layout: ours, or that of other engines.')
+flags.DEFINE_string('out', None, 'Folder that is written; none: only say what the drafter is.')
+flags.DEFINE_bool('json', False, 'Print the report as JSON.')
+for name in ('target', 'drafter', 'dtype'):
+  flags.declare_key_flag(name)
+
+
+def main(_):
+  target, drafter = common.models()
+  if drafter is None:
+    raise ValueError('There is nothing to convert: name a --drafter.')
+  config, leaves = drafter.config, jax.tree.leaves(drafter.params)
+  report = {
+    'drafter': config.name,
+    'kind': 'EAGLE-3' if isinstance(config, Eagle3Config) else 'EAGLE-1/2',
+    'target': target.config.name,
+    'tapped_layers': config.tapped_layers(target.config.num_layers),
+    'draft_vocabulary': config.draft_vocab_size or config.vocab_size,
+    'parameters': sum(x.size for x in leaves),
+    'bytes': sum(x.size * x.dtype.itemsize for x in leaves),
+  }
+  if FLAGS.out is not None:
+    write(target, drafter, Path(FLAGS.out))
+    report |= {'layout': FLAGS.to, 'written': FLAGS.out}
+  print(json.dumps(report) if FLAGS.json else '\n'.join(f'{name}: {value}' for name, value in report.items()))
+
+
+def write(target, drafter, out: Path) -> None:
+  """Writes the folder, and reads it back."""
+  if out.exists() and any(out.iterdir()):
+    raise ValueError(f'{out} is not empty: choose another --out, or empty it.')
+  if FLAGS.to == 'eagle_jax':
+    hub.save_drafter(drafter, out)
+  else:
+    hub.export_drafter(drafter, out, target, layout=FLAGS.to)
+  jax.tree.map(np.testing.assert_array_equal, hub.load_drafter(out, target).params, drafter.params)
+
+
+if __name__ == '__main__':
+  entry.run(main)
