@@ -7,20 +7,10 @@ Prints the bytes a device that the training step takes, and allocates none of th
 stored, they would take 8 KB a token.
 """
 
-from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.bench import shapes
 from eagle_jax.train.step import Objective, Recipe
 
-_SIZES = {
-  'vocab_size': 128256,
-  'width': 4096,
-  'num_heads': 32,
-  'num_kv_heads': 8,
-  'head_dim': 128,
-  'ffn_width': 14336,
-  'rope_theta': 500_000.0,
-}
-TARGET = TargetConfig(**_SIZES, num_layers=32, max_context=8192)
-DRAFTER = DrafterConfig(**_SIZES, fc_bias=False, draft_vocab_size=32768, name='llama3-8b-eagle2')
+TARGET, DRAFTER = shapes.configs('llama3_8b', draft_vocab_size=32768)
 RECIPE = Recipe(
   num_steps=100_000,
   num_rows=16,

@@ -75,11 +75,14 @@ class Costs(Parts):
   vocabularies: tuple['Vocabulary', ...]
 
   def economy(self, policy: Adaptive) -> Economy:
-    """What an adaptive policy reads, its rate being that of the best policy measured."""
+    """What an adaptive policy reads; its rates are that of the best policy measured, unless it has its own."""
+    rates = [self.policies[0].tok_per_s / self.batch / 1000] * 2
+    if policy.thresholds is not None:
+      rates = [tokens / self.verify_ms[1] for tokens in policy.thresholds]
     levels = [between(self.draft_ms, width) for width in policy.widths]
     growth = [*self.calibration.growth, *[self.calibration.growth[-1]] * policy.max_depth][: policy.max_depth]
     numbers: Any = (
-      self.policies[0].tok_per_s / self.batch / 1000,
+      *rates,
       [between(self.verify_ms, size) for size in policy.sizes],
       levels,
       growth,

@@ -130,6 +130,13 @@ class Tokenizer:
     return self.backend.get_vocab_size()
 
   @property
+  def essential_ids(self) -> list[int]:
+    """Special tokens and single digits: a draft vocabulary that counts tokens of some texts must not miss them."""
+    special = [number for number, token in self.backend.get_added_tokens_decoder().items() if token.special]
+    digits = [self.backend.token_to_id(digit) for digit in '0123456789']
+    return sorted({*special, *(number for number in digits if number is not None)})
+
+  @property
   def has_chat_template(self) -> bool:
     return self.chat_template is not None
 

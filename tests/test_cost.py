@@ -50,10 +50,17 @@ def test_a_cycle_is_the_sum_of_its_parts():
 
 def test_an_economy_is_what_the_policy_reads():
   table = COSTS.economy(COSTS.policies[0].policy)
-  np.testing.assert_allclose(table.rate, 0.2)
+  np.testing.assert_allclose([table.level_rate, table.node_rate], 0.2)
   np.testing.assert_allclose(table.verify_ms, [10, 11, 17])
   np.testing.assert_allclose(table.draft_ms, [2, 3, 3])
   np.testing.assert_allclose(table.growth, [0.6, 0.5, 0.5])
+
+
+def test_thresholds_are_tokens_a_plain_step():
+  table = COSTS.economy(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2)))
+  np.testing.assert_allclose([table.level_rate, table.node_rate], [0.3, 0.2])  # a plain step takes 10 ms
+  with pytest.raises(ValueError, match='two numbers'):
+    Adaptive(2, 2, 3, 6, thresholds=(1,))
 
 
 def test_what_is_stored_is_found(here):
@@ -125,7 +132,7 @@ def test_auto_takes_what_was_fastest(here, caplog):
     cost.write(COSTS)
     params, spec = decode.build(target, drafter)
   assert spec.policy == Adaptive(2, 2, 3, 6, smaller=(1, 2))
-  np.testing.assert_allclose(params.economy.rate, 0.2)
+  np.testing.assert_allclose(params.economy.level_rate, 0.2)
   assert '200.0 tokens/s when measured' in caplog.text
   cost.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))
   assert decode.build(target, drafter)[1].policy == Plain()
@@ -146,7 +153,7 @@ def test_an_adaptive_policy_needs_costs(here):
 
 def test_a_pair_is_tuned(here, monkeypatch):
   target, drafter = tiny.target(), tiny.drafter()
-  small = {'NUM_NODES': (1, 2, 4), 'WIDTHS': (1, 2), 'REPEATS': 1, 'NUM_CYCLES': 4, 'NUM_TIMED': 1}
+  small = {'NUM_NODES': (1, 2, 4), 'WIDTHS': (1, 2), 'NUM_ROUNDS': 1, 'NUM_CYCLES': 4, 'NUM_TIMED': 1}
   small |= {'NUM_HALVINGS': 1, 'WHOLE': (Chain(1),)}
   for name, value in small.items():
     monkeypatch.setattr(tune, name, value)

@@ -328,7 +328,9 @@ def test_the_best_size_gains_most(seed):
   is_live_B = rng.random(B) < 0.7
   knots = np.linspace(-4, 0, 5).astype(np.float32)
   verify_ms = np.cumsum(rng.random(4)).astype(np.float32)
-  table = Economy(*map(jnp.asarray, (np.float32(0.6), verify_ms, verify_ms, verify_ms, knots, np.exp(knots))))
+  table = Economy(
+    *map(jnp.asarray, (np.float32(9), np.float32(0.6), verify_ms, verify_ms, verify_ms, knots, np.exp(knots)))
+  )
   gains = []
   for size, ms in zip(sizes, verify_ms, strict=True):
     values = [np.interp(np.sort(row[1:])[::-1][: size - 1], knots, np.exp(knots)) for row in log_q_BA]
@@ -341,9 +343,8 @@ def test_the_best_size_gains_most(seed):
 
 def test_a_level_is_worth_what_its_frontier_promises():
   knots = jnp.asarray([-2.0, 0.0])
-  table = Economy(
-    jnp.float32(0.5), jnp.zeros(1), jnp.asarray([0.0, 2.0, 2.0]), jnp.asarray([1.0, 0.5, 1.0]), knots, jnp.exp(knots)
-  )
+  draft_ms, growth = jnp.asarray([0.0, 2.0, 2.0]), jnp.asarray([1.0, 0.5, 1.0])
+  table = Economy(jnp.float32(0.5), jnp.float32(9), jnp.zeros(1), draft_ms, growth, knots, jnp.exp(knots))
   live_B, frontier_BW = jnp.asarray([True, False]), jnp.asarray([[0.0, 0.0], [-jnp.inf, 0.0]])
   assert not is_level_worth(table, frontier_BW, live_B, depth=1)  # 0.5 x 2 against 0.5 x 2
   assert is_level_worth(table, frontier_BW, live_B, depth=2)

@@ -236,7 +236,8 @@ def economy(rate: float) -> Economy:
   """Nodes are worth what the oracle's drafter says; a node costs 0.1 ms and a level 0.3."""
   log_q = jnp.linspace(-8.0, 0.0, 9)
   verify_ms = 1 + 0.1 * jnp.asarray(ADAPTIVE.sizes, jnp.float32)
-  return Economy(jnp.float32(rate), verify_ms, jnp.full(3, 0.3), jnp.full(3, 0.8), log_q, jnp.exp(log_q))
+  draft_ms, growth = jnp.full(3, 0.3), jnp.full(3, 0.8)
+  return Economy(jnp.float32(rate), jnp.float32(rate), verify_ms, draft_ms, growth, log_q, jnp.exp(log_q))
 
 
 @pytest.mark.parametrize('sampling', SAMPLINGS, ids=str)

@@ -49,6 +49,10 @@ def byte_metadata(**changes) -> dict:
   return {prefix + name: value for name, value in (fields | changes).items() if value is not None}
 
 
+def test_essential_ids_are_digits_and_special_tokens():
+  assert Tokenizer.from_gguf(byte_metadata()).essential_ids == [*range(ord('0'), ord('9') + 1), 257, 258]
+
+
 def piece_metadata(**changes) -> dict:
   """GGUF metadata of a SentencePiece vocabulary: three special tokens, 256 bytes, letters, joint pieces with scores."""
   prefix = 'tokenizer.ggml.'

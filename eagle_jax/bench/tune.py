@@ -2,9 +2,8 @@
 
 import dataclasses
 import datetime
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +21,6 @@ from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop
 from eagle_jax.prefill import prepare, run_prefill
-from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, using
 from eagle_jax.state import Params, Spec
@@ -41,8 +39,8 @@ WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycl
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
 NUM_KNOTS = 24
 NUM_HALVINGS = 3  # of the draft vocabulary
-NUM_CYCLES = 32
-REPEATS = 3
+NUM_CYCLES = 16
+NUM_ROUNDS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,33 +54,44 @@ class Blank(NoDrafter):
     return Candidates(token_BA, jnp.zeros(shape, jnp.int32).at[:, 0].set(NO_PARENT), zero_BA, zero_BA.at[:, 1:].set(-1))
 
 
-def cycle_ms(target: Target, params: Params, spec: Spec, *, batch: int, num_prompt: int) -> float:
-  """Milliseconds a target pass of the decode loop, everything in it included: the least of a few runs."""
+Forms = Mapping[Hashable, tuple[Params, Spec]]  # what is timed, by any name
+
+
+def cycles_ms(
+  target: Target, forms: Forms, *, batch: int, num_prompt: int, progress: Callable
+) -> dict[Hashable, float]:
+  """Milliseconds a target pass of each form's decode loop, everything in it included.
+
+  The least of several rounds, in each of which all forms run in turn: the speed of a shared machine drifts, and forms
+  that were timed one after the other would differ by that.
+  """
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
-  arguments, static = prepare(
-    params,
-    tokens_BL,
-    np.full(batch, num_prompt, np.int32),
-    spec=spec,
-    max_new_tokens=NUM_CYCLES,
-    sampling=Sampling.of(),
-    row_ids=None,
-    eos_ids=(),
-  )
-  best, fill, loop = float('inf'), Program(run_prefill), Program(decode_loop)
+  ready, best = {}, dict.fromkeys(forms, float('inf'))
   with using(mesh_of(target.params)):
-    for _ in range(REPEATS):
-      run, _ = fill.compile(*arguments, **static)
-      state = run(*arguments)
-      run, _ = loop.compile(params, state, spec=spec)
-      jax.block_until_ready(state)
-      start = time.perf_counter()
-      state = jax.block_until_ready(run(params, state))
-      best = min(best, (time.perf_counter() - start) / int(state.num_passes.max()))
-  for program in (fill, loop):
-    program.forget()  # many policies are timed, each once
-  return 1000 * best
+    for name, (params, spec) in progress([*forms.items()], desc='compiling'):
+      arguments, static = prepare(
+        params,
+        tokens_BL,
+        np.full(batch, num_prompt, np.int32),
+        spec=spec,
+        max_new_tokens=NUM_CYCLES,
+        sampling=Sampling.of(),
+        row_ids=None,
+        eos_ids=(),
+      )
+      fill = run_prefill.lower(*arguments, **static).compile()
+      ready[name] = fill, arguments, decode_loop.lower(params, fill(*arguments), spec=spec).compile(), params
+    for _ in progress(range(NUM_ROUNDS), desc='rounds'):
+      for name, (fill, arguments, run, params) in ready.items():
+        state = jax.block_until_ready(fill(*arguments))
+        start = time.perf_counter()
+        state = jax.block_until_ready(run(params, state))
+        best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
+  jitted: Any
+  for jitted in (run_prefill, decode_loop):
+    jitted.clear_cache()  # JAX would keep so many programs
+  return best
 
 
 def part_costs(
@@ -90,7 +99,7 @@ def part_costs(
 ) -> Parts:
   """Times the parts of a cycle.
 
-  A level costs what three more of them add to a cycle; the root's share is what a chain of one adds to verification.
+  A level costs what six more of them add to a cycle; the root's share is what a chain of one adds to verification.
 
   Args:
     target, drafter: the pair.
@@ -98,20 +107,21 @@ def part_costs(
     num_prompt: context that the parts are timed at, tokens.
     progress: wraps what takes long, as tqdm does.
   """
+  params, spec = build(target, drafter, policy=Chain(1))
 
-  def ms(policy: TreePolicy, **changes) -> float:
-    params, spec = build(target, drafter, policy=policy)
-    return cycle_ms(target, params, dataclasses.replace(spec, **changes), batch=batch, num_prompt=num_prompt)
+  def form(policy: TreePolicy, **changes: Any) -> tuple[Params, Spec]:
+    return params, dataclasses.replace(spec, policy=policy, **changes)
 
-  verify_ms = {1: ms(Plain())}
-  for size in progress(NUM_NODES[1:], desc='nodes'):
-    verify_ms[size] = ms(DynamicTree(10, 10, min(6, size - 1), size), drafter=Blank())
   num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
-  draft_ms = {}
-  for width in progress([width for width in WIDTHS if width <= num_ids], desc='widths'):
-    shallow, deep = (ms(DynamicTree(width, width, max_depth, 3)) for max_depth in (2, 5))
-    draft_ms[width] = max((deep - shallow) / 3, 0.0)
+  widths = [width for width in WIDTHS if width <= num_ids]
   whole = [policy for policy in WHOLE if max(policy.fanouts) <= num_ids]
+  forms: dict[Hashable, tuple[Params, Spec]] = {('verify', 1): build(target, drafter, policy='plain')}
+  forms |= {
+    ('verify', size): form(DynamicTree(10, 10, min(6, size - 1), size), drafter=Blank()) for size in NUM_NODES[1:]
+  }
+  forms |= {(width, depth): form(DynamicTree(width, width, depth, 3)) for width in widths for depth in (2, 8)}
+  forms |= {policy.describe(): form(policy) for policy in (Chain(1), *whole)}
+  ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
   target_bytes, drafter_bytes = _bytes_read(target, drafter, batch=batch, num_prompt=num_prompt)
   dtype = str(target.params['embed']['weight'].dtype)
   return Parts(
@@ -121,10 +131,10 @@ def part_costs(
     dtype=dtype,
     batch=batch,
     num_prompt=num_prompt,
-    verify_ms=verify_ms,
-    root_ms=max(ms(Chain(1)) - verify_ms[2], 0.0),
-    draft_ms=draft_ms,
-    whole_ms={policy.describe(): ms(policy) for policy in progress(whole, desc='cycles')},
+    verify_ms={size: ms['verify', size] for size in NUM_NODES},
+    root_ms=max(ms[Chain(1).describe()] - ms['verify', 2], 0.0),
+    draft_ms={width: max(ms[width, 8] - ms[width, 2], 0.0) / 6 for width in widths},
+    whole_ms={policy.describe(): ms[policy.describe()] for policy in whole},
     target_bytes=target_bytes,
     drafter_bytes=drafter_bytes,
     bytes_per_s=bytes_per_s(),
@@ -202,17 +212,18 @@ def tune(
   ranked = sorted(traces, key=lambda policy: -rates[policy])
   widest = max(traces, key=lambda policy: policy.num_nodes)
   nodes = observe(target, drafter, answers, policy=widest, num_rows=num_rows)
-  run = functools.partial(decoded, target, drafter, prompts, batch=batch, max_new_tokens=max_new_tokens)
+  modelled = tuple(Rate.of(policy, tok_per_s=rates[policy], tau=traces[policy].tau) for policy in ranked)
   costs = Costs(
     **vars(parts),
-    policies=_best_first([run(policy) for policy in progress((Plain(), *ranked[:NUM_TIMED]), desc='decoding')]),
-    modelled=tuple(Rate.of(policy, tok_per_s=rates[policy], tau=traces[policy].tau) for policy in ranked),
+    policies=modelled,
+    modelled=modelled,
     calibration=calibration(nodes, traces[widest]),
     num_ids=num_ids,
     vocabularies=tried,
   )
-  adaptive = [run(policy, costs=costs) for policy in progress(adaptive_forms(costs), desc='adaptive')]
-  return dataclasses.replace(costs, policies=_best_first([*costs.policies, *adaptive]))
+  chosen = [Plain(), *ranked[:NUM_TIMED], *adaptive_forms(costs)]
+  how: Any = {'batch': batch, 'max_new_tokens': max_new_tokens, 'costs': costs, 'progress': progress}
+  return dataclasses.replace(costs, policies=decoded(target, drafter, prompts, chosen, **how))
 
 
 def vocabularies(
@@ -221,20 +232,18 @@ def vocabularies(
   """What the drafter comes to with all its ids, with the first half of them, the first quarter, ..."""
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
-  tried = []
   sizes = [len(ids) >> n for n in range(1 if drafter.has_own_head else NUM_HALVINGS + 1) if len(ids) >> n]
-  for num_ids in progress(sizes, desc='vocabularies'):
-    lesser = drafter.first_ids(num_ids)
-    params, spec = build(target, lesser, policy=Chain(3))
-    ms = cycle_ms(target, params, spec, batch=batch, num_prompt=num_prompt)
-    tau = trace(target, lesser, answers, policy=Chain(3), num_rows=min(8, len(answers))).tau
-    tried.append(Vocabulary(num_ids, float(np.isin(spoken, ids[:num_ids]).mean()), tau, ms))
-  return tuple(tried)
+  lesser = {num_ids: drafter.first_ids(num_ids) for num_ids in sizes}
+  forms: Any = {num_ids: build(target, lesser[num_ids], policy=Chain(3)) for num_ids in sizes}
+  ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
+  num_rows = min(8, len(answers))
+  tau = {size: trace(target, lesser[size], answers, policy=Chain(3), num_rows=num_rows).tau for size in sizes}
+  return tuple(Vocabulary(n, float(np.isin(spoken, ids[:n]).mean()), tau[n], ms[n]) for n in sizes)
 
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:
   """Adaptive trees around the best fixed one, a chain and a bushy one; each size more is a target pass to compile."""
-  best = next((rate.policy for rate in costs.policies if rate.kind != 'plain'), Chain(3))
+  best = costs.policies[0].policy
   max_depth = max(best.max_depth, 4)
   return [
     Adaptive(width, width, max_depth, num_nodes, smaller=(1, num_nodes // 2))
@@ -247,22 +256,25 @@ def decoded(
   target: Target,
   drafter: Drafter,
   prompts: Sequence[Sequence[int]],
-  policy: TreePolicy,
+  policies: Sequence[TreePolicy],
   *,
   batch: int,
   max_new_tokens: int,
-  costs: Costs | None = None,
-) -> Rate:
-  """Real decoding of the prompts, `batch` together, compiled before it is timed."""
+  costs: Costs,
+  progress: Callable,
+) -> tuple[Rate, ...]:
+  """Real decoding of the prompts, `batch` together, the policies in turn, compiled before it is timed; best first."""
   groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-  stats = [
-    warm(target, drafter, group, max_new_tokens=max_new_tokens, policy=policy, costs=costs).stats for group in groups
-  ]
-  num_new, seconds, num_passes = (
-    sum(of_group[name] for of_group in stats) for name in ('num_new_tokens', 'decode_s', 'num_target_passes')
-  )
-  return Rate.of(policy, tok_per_s=num_new / seconds, tau=(num_new - len(prompts)) / max(num_passes, 1))
+  stats: dict[TreePolicy, list[dict[str, Any]]] = {policy: [] for policy in policies}
+  for group in progress(sorted(groups, key=lambda group: max(map(len, group))), desc='decoding'):  # by their programs
+    for policy in policies:
+      out = warm(target, drafter, group, max_new_tokens=max_new_tokens, policy=policy, costs=costs)
+      stats[policy].append(out.stats)
 
+  def rate(policy: TreePolicy) -> Rate:
+    num_new, seconds, num_passes = (
+      sum(of_group[name] for of_group in stats[policy]) for name in ('num_new_tokens', 'decode_s', 'num_target_passes')
+    )
+    return Rate.of(policy, tok_per_s=num_new / seconds, tau=(num_new - len(prompts)) / max(num_passes, 1))
 
-def _best_first(rates: Sequence[Rate]) -> tuple[Rate, ...]:
-  return tuple(sorted(rates, key=lambda one: -one.tok_per_s))
+  return tuple(sorted(map(rate, policies), key=lambda one: -one.tok_per_s))

@@ -2,7 +2,8 @@
 
 Decoding yields some `rate` of tokens a millisecond. A node whose value (the probability that it is accepted) is below
 `rate` x the time it adds costs more tokens than it brings; so does a level. With the rate of the best policy itself,
-that rule maximises tokens over time (Dinkelbach's method for ratios; CAST has thresholds instead, SYSTEMS.md 2.10).
+that rule maximises tokens over time (Dinkelbach's method for ratios). CAST sets such rates by hand, one for levels and
+one for nodes (SYSTEMS.md section 2.10): `policy.Adaptive.thresholds`.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 class Economy(NamedTuple):
   """What `policy.Adaptive` reads. Traced: other measurements compile nothing."""
 
-  rate: jax.Array  # [] f32, tokens a millisecond of a row
+  level_rate: jax.Array  # [] f32, tokens a millisecond of a row that a level must bring
+  node_rate: jax.Array  # [] f32, and that nodes must
   verify_ms: jax.Array  # [M] f32, a target pass over each of the policy's sizes
   draft_ms: jax.Array  # [D] f32, drafting the children of the frontier at depth d; the first is never left out
   growth: jax.Array  # [D] f32, what nodes below a frontier at depth d bring, over the summed values of the frontier
@@ -38,7 +40,7 @@ def best_size(economy: Economy, log_q_BA: jax.Array, is_live_B: jax.Array, *, si
   best_BA, _ = jax.lax.top_k(log_q_BA, sizes[-1])
   value_BA = economy.values(best_BA).at[:, 0].set(0)  # the root itself is no gain
   total_A = jnp.cumsum(jnp.where(is_live_B[:, None], value_BA, 0).sum(axis=0))
-  gain_M = total_A[jnp.asarray(sizes) - 1] - economy.rate * economy.verify_ms * is_live_B.sum().astype(jnp.float32)
+  gain_M = total_A[jnp.asarray(sizes) - 1] - economy.node_rate * economy.verify_ms * is_live_B.sum().astype(jnp.float32)
   return jnp.argmax(gain_M).astype(jnp.int32)
 
 
@@ -52,5 +54,5 @@ def is_level_worth(economy: Economy, log_q_BW: jax.Array, is_live_B: jax.Array, 
     depth: static.
   """
   value_B = jnp.where(is_live_B, economy.values(log_q_BW).sum(axis=1), 0)
-  cost = economy.rate * economy.draft_ms[depth] * is_live_B.sum().astype(jnp.float32)
+  cost = economy.level_rate * economy.draft_ms[depth] * is_live_B.sum().astype(jnp.float32)
   return economy.growth[depth] * value_B.sum() > cost

@@ -149,13 +149,20 @@ class Adaptive(DynamicTree):
 
   Attributes:
     smaller: sizes that a target pass may have instead of `num_nodes`, root included, ascending; 1 verifies no draft.
+    thresholds: tokens that the time of a plain step must bring when it is spent on levels, and on nodes (CAST,
+      SYSTEMS.md section 2.10); None for the rate of the fastest policy measured, which is best on average.
   """
 
   smaller: tuple[int, ...] = (1,)
+  thresholds: tuple[float, float] | None = None
 
   def __post_init__(self):
     super().__post_init__()
     object.__setattr__(self, 'smaller', tuple(int(size) for size in self.smaller))
+    if self.thresholds is not None:
+      object.__setattr__(self, 'thresholds', tuple(float(tokens) for tokens in self.thresholds))
+      if len(self.thresholds) != 2 or not min(self.thresholds) >= 0:
+        raise ValueError(f'Adaptive: thresholds {self.thresholds} came; needed are two numbers, at least 0.')
     if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
       raise ValueError(f'Adaptive: sizes {self.sizes} came; needed are ascending ones, at least 1, num_nodes the last.')
 

@@ -138,8 +138,8 @@ def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -
   reader = () if examples[0].feature.shape[1] else target.params
   if config.draft_vocab_size is None:
     return Frozen(embed_VD, target.head_VD, jnp.arange(vocab_size), reader), {}
-  forced = target.config.eos_ids
-  ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=forced)
+  forced = {*target.config.eos_ids, *(target.tokenizer.essential_ids if target.tokenizer else ())}
+  ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=sorted(forced))
   index_V = np.full(vocab_size, -1, np.int32)
   index_V[ids_U] = np.arange(len(ids_U))
   return Frozen(embed_VD, target.head_VD[ids_U], jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}

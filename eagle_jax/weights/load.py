@@ -47,7 +47,7 @@ def assemble(
     if fault is None:
       entry = table.entries[name]
       with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
-        value = entry.to_ours(array).astype(entry.dtype or dtype)
+        value = entry.to_ours(array).astype(entry.dtype or dtype, copy=False)
       if np.isfinite(value).all():
         leaf = (
           jnp.array(value) if mesh is None else jax.device_put(value, param_sharding(entry.path, value.shape, mesh))
