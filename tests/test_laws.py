@@ -15,6 +15,7 @@ from eagle_jax.draft import Outlook
 from eagle_jax.draft.economy import Economy, best_size, is_level_worth
 from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
+from eagle_jax.loop import num_rows
 from eagle_jax.target.layers import Experts, SwiGLU, over_cache
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from eagle_jax.verify import verify
@@ -410,3 +411,22 @@ def test_choose_is_gumbel_max_of_what_is_kept():
     keep_V = numpy_keep(logits_V, temperature, top_k, top_p) if temperature else np.ones(30, bool)
     perturbed_nV = np.where(keep_V, logits_V + np.float32(temperature) * noise_nV, -np.inf)
     np.testing.assert_array_equal(choose(logits_V, how, jnp.int32(3), position_n), perturbed_nV.argmax(axis=1))
+
+
+@pytest.mark.parametrize(
+  ('num_nodes', 'batch', 'wanted'),
+  [
+    (1, 1, 1),
+    (2, 1, 2),
+    (5, 1, 8),
+    (12, 1, 16),
+    (17, 1, 32),
+    (60, 1, 64),
+    (64, 1, 64),
+    (60, 2, 64),
+    (8, 3, 8),
+    (3, 4, 4),
+  ],
+)
+def test_a_pass_fills_whole_tiles(num_nodes, batch, wanted):
+  assert num_rows(num_nodes, batch) == wanted
