@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from eagle_jax.weights import fetch, folder, gguf, heads, naming
 from eagle_jax.weights.files import replacing
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import write_safetensors
+
+log = logging.getLogger('eagle_jax')
 
 _ASSETS = Path(__file__).parent / 'assets'
 
@@ -87,6 +90,8 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   params = assemble(heads.read_head_tensors(path), table, dtype, mesh=mesh, source=str(path))
   if 'ids' in params and not 0 <= params['ids'].min() <= params['ids'].max() < target.config.vocab_size:
     raise ValueError(f'{path}: d2t leads outside the target vocabulary of {target.config.vocab_size} ids.')
+  taps = config.tapped_layers(target.config.num_layers)
+  log.info('%s: %s', config.name, f'an EAGLE-3 head over the inputs of layers {taps}' if taps else 'an EAGLE-1/2 head')
   return Drafter(config, params)
 
 

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from eagle_jax import decode, hub
-from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.policy import Chain, DynamicTree
 from eagle_jax.sharding import make_mesh, mesh_of, param_shardings, using
 from eagle_jax.target.transformer import TransformerTarget
@@ -29,6 +30,7 @@ from eagle_jax.weights.safetensors import write_safetensors
 SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 8, 'num_kv_heads': 4, 'head_dim': 8, 'ffn_width': 48}
 TARGET = TargetConfig(**SIZES, num_layers=1, max_context=128)
 DRAFTER = DrafterConfig(**SIZES)
+EAGLE3 = Eagle3Config(**SIZES, target_width=32, taps=(0, 0, 0))
 MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x model: (devices, num_model)
 POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8)}
 SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top_k': 12, 'seed': 5}}
@@ -39,8 +41,8 @@ FAMILIES = {
 }
 
 
-def write_pair(folder: Path) -> tuple[Path, Path]:
-  """A random target and drafter, as folders that the hub loads."""
+def write_models(folder: Path) -> tuple[Path, Path, Path]:
+  """A random target, a drafter and an EAGLE-3 head, as folders that the hub loads."""
   target = TransformerTarget(TARGET).init_params(jax.random.key(0))
   target['embed'] = jax.tree.map(lambda x: 50 * x, target['embed'])  # a text that depends on all of its tokens
   content = {
@@ -59,7 +61,9 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
   (folder / 'target' / 'config.json').write_text(json.dumps(content))
   write_safetensors(folder / 'target' / 'model.safetensors', flatten(target, naming.hf_table(TARGET)))
   hub.save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(1))), folder / 'drafter')
-  return folder / 'target', folder / 'drafter'
+  head = {'head': {'weight': jax.random.normal(jax.random.key(2), (EAGLE3.vocab_size, EAGLE3.width))}}
+  hub.save_drafter(Drafter(EAGLE3, Eagle3(EAGLE3).init_params(jax.random.key(3)) | head), folder / 'eagle3')
+  return folder / 'target', folder / 'drafter', folder / 'eagle3'
 
 
 def logits(switches, mesh) -> np.ndarray:
@@ -102,7 +106,7 @@ def main() -> None:
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
   cases, places, streams, moves, families = {}, {}, {}, {}, {}
   with tempfile.TemporaryDirectory() as folder:
-    target_folder, drafter_folder = write_pair(Path(folder))
+    target_folder, drafter_folder, eagle3_folder = write_models(Path(folder))
     for mesh_name, sizes in MESHES.items():
       mesh = None if sizes is None else make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
       if mesh is not None:
@@ -122,6 +126,10 @@ def main() -> None:
             given = decode.generate(target, drafter, prompts[:batch], **request)
             case = f'{policy_name} {batch} {sampling_name}'
             cases.setdefault(case, {})[mesh_name] = [given.tokens, given.num_accepted]
+      eagle3 = hub.load_drafter(eagle3_folder, target)
+      request = {'max_new_tokens': 16, 'policy': POLICIES['dynamic'], **SAMPLING['sampled']}
+      given = decode.generate(target, eagle3, prompts, **request)
+      cases.setdefault('eagle3 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES['chain'])
       streams[mesh_name] = [token for chunk in chunks for token in chunk.tokens]
       if mesh is not None:

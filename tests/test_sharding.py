@@ -23,7 +23,7 @@ CASES = [
   for policy in ('chain', 'dynamic')
   for batch in (8, 1)
   for sampling in ('greedy', 'sampled')
-]
+] + ['eagle3 8 sampled']
 MESHES = ('1x4', '2x4', '8x1')
 
 
