@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 # Two gigabytes in float32.
 CONFIG = TargetConfig(
   vocab_size=32_000, width=1536, num_layers=16, num_heads=12, num_kv_heads=12, head_dim=128, ffn_width=4096,
-  max_context=2048,
+  max_context=2048, tied_head=True,
 )  # fmt: skip
 CONTENT = {
   'model_type': 'llama', 'vocab_size': 32_000, 'hidden_size': 1536, 'num_hidden_layers': 16, 'num_attention_heads': 12,

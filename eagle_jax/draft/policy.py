@@ -139,8 +139,8 @@ class DynamicTree(Fixed):
     return log_q_WC
 
   def describe(self) -> str:
-    fields = ', '.join(f'{f.name}={getattr(self, f.name)}' for f in dataclasses.fields(self))
-    return f'dynamic({fields})'
+    values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return f'dynamic({", ".join(f"{name}={value}" for name, value in values.items() if value is not None)})'
 
 
 @dataclasses.dataclass(frozen=True)
