@@ -65,11 +65,8 @@ class TargetConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterConfig:
-  """The EAGLE-1/2 head: one decoder layer over [embedding, feature] (EAGLE.md section 1; EAGLE, arXiv:2401.15077).
-
-  Every field is the drafter's own: none of heads, eps, theta or biases may be taken from the target.
-  """
+class _HeadSizes:
+  """What every drafter's one layer has."""
 
   vocab_size: int  # the target's
   width: int
@@ -77,6 +74,15 @@ class DrafterConfig:
   num_kv_heads: int
   head_dim: int
   ffn_width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig(_HeadSizes):
+  """The EAGLE-1/2 head: one decoder layer over [embedding, feature] (EAGLE.md section 1; EAGLE, arXiv:2401.15077).
+
+  Every field is the drafter's own: none of heads, eps, theta or biases may be taken from the target.
+  """
+
   norm_eps: float = 1e-6
   rope_theta: float = 10_000.0
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
@@ -103,19 +109,13 @@ class DrafterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(_HeadSizes):
   """The EAGLE-3 head: one decoder layer over embeddings and fused features of three depths, and a head of its own
   (EAGLE.md section 2; EAGLE-3, arXiv:2503.01840).
 
   As in `DrafterConfig`, every field is the drafter's own.
   """
 
-  vocab_size: int  # the target's
-  width: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  ffn_width: int
   target_width: int
   taps: tuple[int, ...] | None = None  # 0-based layers of the target whose inputs it reads; None: 2, N // 2, N - 3
   norm_eps: float = 1e-6
