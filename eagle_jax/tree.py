@@ -54,13 +54,18 @@ def padded(tree: DraftTree, num_nodes: int) -> DraftTree:
 def ancestor_mask(parent_T: jax.Array, *, max_depth: int) -> jax.Array:
   """[T, T] bool: True at [i, j] iff j is i or an ancestor of i, which is the tree's attention mask.
 
+  Reach doubles by squaring. Products are made once; a chain of lookups, one a generation, XLA:CPU would fuse into the
+  attention of every layer, and make again in each.
+
   Args:
     parent_T: [T] i32, node ids, NO_PARENT at the root.
     max_depth: edges on the longest path, static.
   """
-  mask_TT = jnp.eye(parent_T.shape[0], dtype=bool)
-  for _ in range(max_depth):  # one generation a hop; cheaper than squaring at these sizes
-    mask_TT |= jnp.where((parent_T >= 0)[:, None], mask_TT[parent_T], False)
+  node_T = jnp.arange(parent_T.shape[0])
+  mask_TT = (node_T[:, None] == node_T[None]) | (parent_T[:, None] == node_T[None])
+  for _ in range(max(max_depth - 1, 0).bit_length()):
+    reach_TT = mask_TT.astype(jnp.float32)
+    mask_TT = reach_TT @ reach_TT > 0
   return mask_TT
 
 

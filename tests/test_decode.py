@@ -18,6 +18,8 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.program import Program
+from eagle_jax.target.layers import OverCache
+from eagle_jax.target.transformer import TransformerTarget
 from test_cost import COSTS
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
@@ -207,6 +209,17 @@ def test_a_new_bucket_compiles_each_program_once(target, drafter, monkeypatch):
       decode.generate(target, drafter, [[1] * prompt_len], max_new_tokens=70, policy=SMALL)
   assert sum('backend_compile' in event for event in events) >= 2
   assert (len(decode._PREFILL._compiled), len(decode._LOOP._compiled)) == (1, 1)
+
+
+def test_one_layer_is_traced_for_all(monkeypatch):
+  """Tracing takes as long for 30 layers as for one, and so does a program that comes from the compilation cache."""
+  calls, real = [], OverCache.__call__
+  monkeypatch.setattr(OverCache, '__call__', lambda mix, *qkv: calls.append(mix) or real(mix, *qkv))
+  network = TransformerTarget(dataclasses.replace(tiny.target().config, num_layers=5, norm_eps=0.125))
+  params = jax.eval_shape(network.init_params, jax.random.key(0))
+  calls.clear()
+  jax.make_jaxpr(network.read)(params, jnp.zeros((2, 7), jnp.int32))
+  assert len(calls) == 1
 
 
 def test_only_the_programs_used_last_are_kept(monkeypatch):

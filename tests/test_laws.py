@@ -16,7 +16,7 @@ from eagle_jax.draft.economy import Economy, best_size, is_level_worth
 from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.loop import num_rows
-from eagle_jax.target.layers import Experts, SwiGLU, over_cache
+from eagle_jax.target.layers import Experts, OverCache, SwiGLU
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from eagle_jax.verify import verify
 from oracle import numpy_keep
@@ -265,7 +265,7 @@ def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_
   given = tuple(map(jnp.asarray, earlier)) if num_earlier else None
   oldest_BT = np.array([[-2, 0, 1, 3], [-1, 2, 6, 9]])
   oldest = jnp.asarray(oldest_BT) if is_windowed else None
-  mix = over_cache(*map(jnp.asarray, old), jnp.asarray(length_B), jnp.asarray(mask_BTM), given, oldest)
+  mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B), jnp.asarray(mask_BTM), given, oldest)
   out, memory = mix(jnp.asarray(q), *map(jnp.asarray, new))
   for found, parts in zip(memory, zip(earlier, new, strict=True), strict=True):
     np.testing.assert_array_equal(found, np.concatenate(parts, axis=2))

@@ -18,7 +18,7 @@ from eagle_jax.draft import Outlook
 from eagle_jax.draft.grow import Children, Frontier, grow
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import DecoderLayer, Linear, Mix, appending, embed, head_logits, over_cache
+from eagle_jax.target.layers import Appending, DecoderLayer, Linear, Mix, OverCache, embed, head_logits
 from eagle_jax.tree import Candidates
 
 
@@ -97,15 +97,15 @@ class Eagle:
     return out[0].reshape(feature_DBT.shape), out[1]
 
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
-    """`rows` behind the committed ones, and the keys and values of all new ones so far; see `layers.over_cache`."""
-    mix = over_cache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier)
+    """`rows` behind the committed ones, and the keys and values of all new ones so far; see `layers.OverCache`."""
+    mix = OverCache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier)
     return self.rows(params, token_BT, feature_DBT, position_BT, mix)
 
   def absorb(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
     """Takes in the first `count` of P committed rows a batch row; see `draft.DraftNetwork.absorb`."""
     cache = state.cache
     position_BP = cache.length[:, None] + jnp.arange(token_BP.shape[1])[None]
-    mix = appending(cache.keys[0], cache.values[0], cache.length)
+    mix = Appending(cache.keys[0], cache.values[0], cache.length)
     out_DBP, (keys, values) = self.rows(params, token_BP, self.enter(params, taps), position_BP, mix)
     newest_B = jnp.maximum(count_B - 1, 0)
     newest_DB = jnp.take_along_axis(out_DBP, newest_B[None, :, None], axis=2, mode='clip')[..., 0]

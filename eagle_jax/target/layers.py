@@ -4,8 +4,7 @@ Activations are columns, [D, R]: one column a row of work, R = B x T. With weigh
 rows is then `W @ x`, the one product that XLA:CPU runs at memory speed for 1 to 8 rows; accelerators are indifferent.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -124,64 +123,61 @@ def mixed(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
   return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=_precision(values_BGSK.dtype))
 
 
-# What attention looks at: (queries [B, G, J, T, K], new keys and values [B, G, T, K]) -> (mixed values, memory).
-Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+class Mix(Protocol):
+  """What attention looks at. A pytree, where layers that are traced once for all take it."""
+
+  def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, /) -> tuple[jax.Array, Any]:
+    """Queries [B, G, J, T, K], new keys and values [B, G, T, K] -> mixed values like the queries, and a memory."""
+    ...
 
 
-def over_cache(
-  keys_BGSK: jax.Array,
-  values_BGSK: jax.Array,
-  length_B: jax.Array,
-  mask_BTM: jax.Array,
-  earlier: tuple[jax.Array, jax.Array] | None = None,
-  oldest_BT: jax.Array | None = None,
-) -> Mix:
-  """Grouped-query attention of T rows to the committed ones, and to new ones beside the cache; softmax in float32.
+class OverCache(NamedTuple):
+  """Grouped-query attention of T rows to the committed ones, and to new ones beside the cache.
 
-  Memory: keys and values [B, G, M, K] of the M new rows so far.
-
-  Args:
-    keys_BGSK, values_BGSK: one layer of the cache, read only.
-    length_B: [B] i32, committed rows; all T rows see them, or those from `oldest` on.
-    mask_BTM: bool, who sees whom among the new rows: the earlier ones, then the T rows themselves.
-    earlier: memory of passes that were not committed; None for none.
-    oldest_BT: [B, T] i32, the first slot that each of the T rows sees; None for slot 0.
+  Softmax in float32. Memory: keys and values [B, G, M, K] of the M new rows so far.
   """
-  num_slots = keys_BGSK.shape[2]
-  slot_S = jnp.arange(num_slots).reshape(1, 1, -1)
-  visible_BTS = slot_S < length_B[:, None, None]  # one for all T rows, unless they see different ones
-  if oldest_BT is not None:
-    visible_BTS &= slot_S >= oldest_BT[..., None]
 
-  def mix(q_BGJTK, k_BGTK, v_BGTK):
+  keys: jax.Array  # [B, G, S, K], one layer of the cache, read only
+  values: jax.Array  # [B, G, S, K]
+  length: jax.Array  # [B] i32, committed rows; all T rows see them, or those from `oldest` on
+  mask: jax.Array  # [B, T, M] bool, who sees whom among the new rows: the earlier ones, then the T rows themselves
+  earlier: tuple[jax.Array, jax.Array] | None = None  # memory of passes that were not committed
+  oldest: jax.Array | None = None  # [B, T] i32, the first slot that each of the T rows sees; None for slot 0
+
+  def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, Any]:
     k_BGMK, v_BGMK = k_BGTK, v_BGTK
-    if earlier is not None:
-      k_BGMK, v_BGMK = jnp.concatenate([earlier[0], k_BGTK], axis=2), jnp.concatenate([earlier[1], v_BGTK], axis=2)
-    score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, keys_BGSK), HIDDEN)
-    score_BGJTM = jnp.where(mask_BTM[:, None, None], scores(q_BGJTK, k_BGMK), HIDDEN)
+    if self.earlier is not None:
+      k_BGMK, v_BGMK = (jnp.concatenate(x, axis=2) for x in zip(self.earlier, (k_BGTK, v_BGTK), strict=True))
+    num_slots = self.keys.shape[2]
+    slot_S = jnp.arange(num_slots).reshape(1, 1, -1)
+    visible_BTS = slot_S < self.length[:, None, None]  # one for all T rows, unless they see different ones
+    if self.oldest is not None:
+      visible_BTS &= slot_S >= self.oldest[..., None]
+    score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, self.keys), HIDDEN)
+    score_BGJTM = jnp.where(self.mask[:, None, None], scores(q_BGJTK, k_BGMK), HIDDEN)
     weight = jax.nn.softmax(jnp.concatenate([score_BGJTS, score_BGJTM], axis=-1))
-    out_BGJTK = mixed(weight[..., :num_slots], values_BGSK) + mixed(weight[..., num_slots:], v_BGMK)
+    out_BGJTK = mixed(weight[..., :num_slots], self.values) + mixed(weight[..., num_slots:], v_BGMK)
     return out_BGJTK, (k_BGMK, v_BGMK)
 
-  return mix
 
-
-def appending(keys_BGSK: jax.Array, values_BGSK: jax.Array, length_B: jax.Array) -> Mix:
+class Appending(NamedTuple):
   """Attention of a text's next T rows, written behind the committed ones first: each sees all up to itself.
 
   Memory: keys and values [B, G, S, K] with the rows in them. A row's own attention would otherwise read the cache after
   its key is known, and XLA would copy the cache to write that key.
   """
-  num_slots = keys_BGSK.shape[2]
 
-  def mix(q_BGJTK, k_BGTK, v_BGTK):
-    keys, values = kv_cache.write(keys_BGSK, k_BGTK, length_B), kv_cache.write(values_BGSK, v_BGTK, length_B)
-    position_BT = length_B[:, None] + jnp.arange(q_BGJTK.shape[3])[None]
-    visible_BTS = jnp.arange(num_slots).reshape(1, 1, -1) <= position_BT[..., None]
+  keys: jax.Array  # [B, G, S, K], one layer of the cache
+  values: jax.Array  # [B, G, S, K]
+  length: jax.Array  # [B] i32, committed rows
+
+  def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, Any]:
+    keys = kv_cache.write(self.keys, k_BGTK, self.length)
+    values = kv_cache.write(self.values, v_BGTK, self.length)
+    position_BT = self.length[:, None] + jnp.arange(q_BGJTK.shape[3])[None]
+    visible_BTS = jnp.arange(keys.shape[2]).reshape(1, 1, -1) <= position_BT[..., None]
     score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, keys), HIDDEN)
     return mixed(jax.nn.softmax(score_BGJTS), values), (keys, values)
-
-  return mix
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import TargetConfig
-from eagle_jax.target.layers import DecoderLayer, Embedding, RMSNorm, head_logits, over_cache
+from eagle_jax.target.layers import DecoderLayer, Embedding, OverCache, RMSNorm, head_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Transformer(nn.Module):
   def setup(self):
     c = self.config
     self.embed = Embedding(c.vocab_size, c.width, self.dtype)
-    self.layer = [DecoderLayer(c) for _ in range(c.num_layers)]
+    layer = nn.jit(DecoderLayer)  # traced once for all of them
+    self.layer = [layer(c) for _ in range(c.num_layers)]
     self.norm = RMSNorm(c.norm_eps)
     if not c.tied_head:
       self.head = Embedding(c.vocab_size, c.width, self.dtype)
@@ -64,7 +65,7 @@ class Transformer(nn.Module):
     x_DR = self.embed(token_BT.reshape(-1))
     layers, inputs = [], []
     for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
-      mix = over_cache(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest_BT=oldest_BT)
+      mix = OverCache(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest=oldest_BT)
       inputs.append(x_DR)
       x_DR, kv_BGTK = layer(x_DR, position_BT, mix)
       layers.append(kv_BGTK)

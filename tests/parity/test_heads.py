@@ -18,7 +18,7 @@ import torch
 import tiny
 from eagle_jax import decode, hub
 from eagle_jax.draft.policy import DynamicTree
-from eagle_jax.target.layers import appending
+from eagle_jax.target.layers import Appending
 from eagle_jax.target.transformer import Taps
 from eagle_jax.weights.safetensors import write_safetensors
 
@@ -151,7 +151,7 @@ def our_outputs(target, drafter, token, taps, drafted):
   network, params = spec.drafter, params.drafter
   cache = network.init(1, 32).cache
   position = jnp.arange(len(token))[None]
-  mix = appending(cache.keys[0], cache.values[0], cache.length)
+  mix = Appending(cache.keys[0], cache.values[0], cache.length)
   out, (keys, values) = network.rows(params, jnp.asarray(token)[None], network.enter(params, taps), position, mix)
   cache = cache._replace(keys=(keys,), values=(values,), length=cache.length + len(token))
   outputs, earlier, feature = [out], None, out[..., -1:]
