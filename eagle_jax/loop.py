@@ -53,13 +53,13 @@ class Checked(NamedTuple):
   rows: NewRows  # [B, G, P, K]
 
 
-def num_rows(num_nodes: int, batch: int) -> int:
+def num_rows(num_nodes: int, batch: int, *, min_rows: int = 1) -> int:
   """Rows that a target pass over trees of `num_nodes` has for each: as many, or a few unused ones more.
 
   Matrix products are made in tiles, and a tile that is not full costs more than a full one: on two CPU cores 60 rows
   through SmolLM2's projections take 67 ms, 64 rows 43 ms; 6 and 8 rows, 19 and 17 ms.
   """
-  flat = batch * num_nodes
+  flat = max(batch * num_nodes, min_rows)
   tiled = 1 << (flat - 1).bit_length() if flat <= 16 else -(-flat // 16) * 16
   return num_nodes if tiled % batch else tiled // batch
 
@@ -68,7 +68,7 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
   """rerank -> target pass -> verify, for trees of `num_nodes`; the result has the shapes of the policy's largest."""
   max_depth = spec.policy.max_depth
   tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(candidates)
-  full = padded(tree, num_rows(num_nodes, tree.token.shape[0]))
+  full = padded(tree, num_rows(num_nodes, tree.token.shape[0], min_rows=spec.min_rows))
   mask_BTT = jax.vmap(functools.partial(ancestor_mask, max_depth=max_depth))(full.parent)
   position_BT = state.cache.length[:, None] + jax.vmap(depth)(mask_BTT)
   taps, rows = spec.target.forward(params.target, full.token, position_BT, mask_BTT, state.cache)

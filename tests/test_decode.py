@@ -110,6 +110,21 @@ def test_a_drafter_of_nan_costs_no_text(target, plain):
     assert (out.tokens, out.num_accepted) == (expected.tokens, expected.num_accepted)
 
 
+@pytest.mark.parametrize('policy', ['plain', SMALL], ids=str)
+def test_unused_rows_change_nothing(target, drafter, plain, policy):
+  """A pass has as many rows as a matrix product takes, whatever the tree."""
+  params, spec = decode.build(target, drafter, policy=policy)
+  prompt_BL, length_B = np.asarray(PROMPTS[:1], np.int32), np.asarray([3], np.int32)
+  outs = []
+  for min_rows in (1, 16):
+    padded = dataclasses.replace(spec, min_rows=min_rows)
+    state = decode.prefill(params, prompt_BL, length_B, spec=padded, max_new_tokens=NUM_NEW)
+    outs.append(decode.result(decode.decode_loop(params, state, spec=padded)))
+  for thin, thick in zip(*outs, strict=True):
+    np.testing.assert_array_equal(thin, thick)
+  assert outs[1][0][0, :NUM_NEW].tolist() == plain[0].tokens[0]
+
+
 def test_one_new_token(target, drafter, plain):
   out = decode.generate(target, drafter, PROMPTS, max_new_tokens=1, policy=SMALL)
   assert out.tokens == [row[:1] for row in plain[0].tokens]

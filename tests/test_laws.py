@@ -430,3 +430,8 @@ def test_choose_is_gumbel_max_of_what_is_kept():
 )
 def test_a_pass_fills_whole_tiles(num_nodes, batch, wanted):
   assert num_rows(num_nodes, batch) == wanted
+
+
+@pytest.mark.parametrize(('num_nodes', 'batch', 'wanted'), [(1, 1, 8), (1, 4, 2), (1, 3, 1), (5, 2, 8), (9, 1, 16)])
+def test_a_pass_has_as_many_rows_as_a_product_takes(num_nodes, batch, wanted):
+  assert num_rows(num_nodes, batch, min_rows=8) == wanted

@@ -8,11 +8,10 @@ Needs libtpu (extra: tpu), minutes on two cores, and prints its numbers with --l
 import logging
 import os
 
-import jax
 import pytest
 
 from eagle_jax.bench import compiled, shapes
-from eagle_jax.bench.compiled import NO_COPIES_AHEAD, Estimate, ShapedPair
+from eagle_jax.bench.compiled import NO_COPIES_AHEAD, ShapedPair, num_bytes
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.loop import decode_loop, decode_step
 from eagle_jax.sharding import make_mesh
@@ -41,22 +40,6 @@ def compile_all(pair: ShapedPair):
   return {'run_prefill': prefill, 'decode_step': step, 'decode_loop': loop}, state
 
 
-def bytes_of_a_step(pair: ShapedPair, state):
-  """What one step must read, over all devices: of each pass, the weights and the cache it attends to, once.
-
-  Of an embedding a pass looks up a few rows; they are not counted. The drafter runs `max_depth` times (once less to
-  grow, once to absorb) and reads the head as often, a layer of the cache too.
-  """
-  target, drafter, _ = pair.params()
-  target_pass = num_bytes(target) - num_bytes(target['embed']) + num_bytes(state.cache)
-  drafter_pass = num_bytes([drafter['fc'], drafter['layer'], drafter['head'], state.drafter.cache])
-  return target_pass + DynamicTree().max_depth * drafter_pass
-
-
-def num_bytes(tree):
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def assert_fits(programs):
   for name, program in programs.items():
     memory = program.memory_analysis()
@@ -75,6 +58,7 @@ def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
   found = compiled.steps(pair, sizes=(16, 60))
   flops = [found[name].flops for name in ('plain step', 'target pass, 16 nodes', 'target pass, 60 nodes')]
   assert 0 < flops[0] < flops[1] < flops[2] < found['whole cycle, 60 nodes'].flops
+  assert 0 < found['plain step'].cycles < found['whole cycle, 60 nodes'].cycles
   assert compiled.table(found).count('\n') == 2 + 4
 
 
@@ -82,8 +66,9 @@ def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(d
   pair = ShapedPair(*shapes.configs('llama3_8b'), make_mesh(devices, num_model=len(devices)))
   programs, state = compile_all(pair)
   assert_fits(programs)
-  accessed = Estimate.of(programs['decode_step']).bytes_accessed  # of one device
-  ratio = accessed * len(devices) / bytes_of_a_step(pair, state)
+  needed = pair.bytes_needed(state, num_drafts=DynamicTree().max_depth)
+  accessed = programs['decode_step'].cost_analysis()['bytes accessed']
+  ratio = accessed / needed
   target, drafter, _ = pair.params()
   once = num_bytes([target, drafter['fc'], drafter['layer'], state.cache, state.drafter.cache])
   log.info('step: %.2f GB a device; over what it must read: %.3f', accessed / 1e9, ratio)

@@ -4,6 +4,7 @@ Only shapes go in, nothing is allocated and nothing runs.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,15 +33,27 @@ NO_COPIES_AHEAD = {'xla_msa_enable': 'false'}
 class Estimate(NamedTuple):
   """The compiler's numbers of a program, of one device."""
 
-  bytes_accessed: float
+  bytes_accessed: float  # by all operations, those too that fast memory would hold between one and the next
+  bytes_needed: float  # weights, and the cache behind the text: once a pass, see `ShapedPair.bytes_needed`
   flops: float
-  optimal_s: float  # NaN where the compiler gives none
+  optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN where the compiler gives none
+  cycles: float  # sum of the compiler's estimates of operations, as it placed them; NaN where it gives none
   temporary_bytes: float
 
   @classmethod
-  def of(cls, program: Any) -> 'Estimate':
-    cost, memory = program.cost_analysis(), program.memory_analysis()
-    return cls(cost['bytes accessed'], cost['flops'], cost.get('optimal_seconds', np.nan), memory.temp_size_in_bytes)
+  def of(cls, counted: Any, placed: Any, bytes_needed: float) -> 'Estimate':
+    """Of a program compiled with NO_COPIES_AHEAD, and as it would run."""
+    cost, memory = counted.cost_analysis(), placed.memory_analysis()
+    optimal_s = cost.get('optimal_seconds', np.nan)
+    cycles = estimated_cycles(placed.as_text())
+    return cls(cost['bytes accessed'], bytes_needed, cost['flops'], optimal_s, cycles, memory.temp_size_in_bytes)
+
+
+def estimated_cycles(hlo: str) -> float:
+  """What XLA:TPU notes beside the operations of a program's entry: of loops, as if their bodies took no time."""
+  entry = hlo[hlo.rindex('\nENTRY') :]
+  cycles = [int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', entry)]
+  return float(sum(cycles)) if cycles else np.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +80,7 @@ class ShapedPair:
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
     """Static description; `drafter` stands in for the EAGLE head."""
     network = TransformerTarget(self.target, jnp.bfloat16)
-    return Spec(network, drafter or Eagle(self.drafter, jnp.bfloat16), policy)
+    return Spec(network, drafter or Eagle(self.drafter, jnp.bfloat16), policy, min_rows=8)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
     """The compiled prefill of one row, and the shapes of the state that it returns."""
@@ -93,9 +106,29 @@ class ShapedPair:
     with jax.set_mesh(self.mesh):
       return run.lower(params, state, spec=spec).compile(options)
 
+  def bytes_needed(self, state: Any, *, num_drafts: int) -> float:
+    """What each device must read for a target pass and for `num_drafts` drafter passes, over the state's caches.
+
+    A pass reads all weights and the cache once. Of an embedding it looks up a few rows: not counted, unless the
+    embedding is the head.
+    """
+    target, drafter, _ = self.params()
+    target_pass = num_bytes(target) + num_bytes(state.cache)
+    if not self.target.tied_head:
+      target_pass -= num_bytes(target['embed'])
+    if num_drafts:
+      own = [x for name, x in drafter.items() if name not in ('embed', 'ids')]
+      target_pass += num_drafts * num_bytes([own, state.drafter.cache])
+    return target_pass / self.mesh.size
+
   def _placed(self, network) -> Any:
     shapes = jax.eval_shape(network.init_params, jax.random.key(0))
     return placed(shapes, param_shardings(shapes, self.mesh))
+
+
+def num_bytes(tree: Any) -> int:
+  """Of all arrays, or shapes, in a pytree."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
@@ -108,8 +141,10 @@ def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict
   _, state = pair.prefill(pair.spec(DynamicTree()))
 
   def estimate(policy: TreePolicy, drafter: Any = None) -> Estimate:
-    behind = state if drafter is None else state._replace(drafter=())
-    return Estimate.of(pair.compile(decode_step, behind, pair.spec(policy, drafter), NO_COPIES_AHEAD))
+    behind, num_drafts = (state, policy.max_depth) if drafter is None else (state._replace(drafter=()), 0)
+    spec = pair.spec(policy, drafter)
+    counted, placed = (pair.compile(decode_step, behind, spec, options) for options in (NO_COPIES_AHEAD, None))
+    return Estimate.of(counted, placed, pair.bytes_needed(behind, num_drafts=num_drafts))
 
   found = {'plain step': estimate(Plain(), NoDrafter())}
   found |= {f'target pass, {size} nodes': estimate(DynamicTree(16, 16, 6, size), Blank()) for size in sizes}
@@ -121,12 +156,12 @@ def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict
 def table(found: Mapping[str, Estimate]) -> str:
   """Markdown; the last columns are in plain steps."""
   plain = found['plain step']
-  lines = [
-    '| program | GB accessed | GFLOP | optimal ms | temporary MB | bytes, plain steps | time, plain steps |',
-    '|---|---|---|---|---|---|---|',
-  ]
+  amounts = 'GFLOP', 'temporary MB', 'GB needed', 'GB accessed', 'optimal ms', 'Mcycles'
+  heads = ['program', *amounts, 'needed: plain steps', 'accessed', 'cycles']
+  lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
   for name, one in found.items():
-    numbers = one.bytes_accessed / 1e9, one.flops / 1e9, 1000 * one.optimal_s, one.temporary_bytes / 1e6
-    ratios = one.bytes_accessed / plain.bytes_accessed, one.optimal_s / plain.optimal_s
-    lines.append(f'| {name} | ' + ' | '.join(f'{x:.2f}' for x in (*numbers, *ratios)) + ' |')
+    sizes = one.flops / 1e9, one.temporary_bytes / 1e6, one.bytes_needed / 1e9, one.bytes_accessed / 1e9
+    times = 1000 * one.optimal_s, one.cycles / 1e6
+    ratios = (getattr(one, field) / getattr(plain, field) for field in ('bytes_needed', 'bytes_accessed', 'cycles'))
+    lines.append(f'| {name} | ' + ' | '.join(f'{x:.2f}' for x in (*sizes, *times, *ratios)) + ' |')
   return '\n'.join(lines)
