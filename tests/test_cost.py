@@ -83,7 +83,7 @@ def test_a_table_shows_everything():
 
 def test_costs_are_plotted(tmp_path):
   plot_costs(COSTS, tmp_path / 'all.png')
-  assert {path.name for path in tmp_path.iterdir()} == {'all.png', 'all_speedup.png'}
+  assert {path.name for path in tmp_path.iterdir()} == {'all.png', 'all_speedup.png', 'all_vocabulary.png'}
   plot_costs(PARTS, tmp_path / 'parts.png')
   assert (tmp_path / 'parts.png').read_bytes().startswith(b'\x89PNG')
   assert not (tmp_path / 'parts_speedup.png').exists()

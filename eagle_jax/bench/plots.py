@@ -44,7 +44,8 @@ def plot(report: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def plot_costs(costs: Parts, path: Path) -> None:
-  """Target and drafter passes against their floors; and for a pair that was tuned, the speedup of trees by their size.
+  """Target and drafter passes against their floors; for a pair that was tuned, the speedup of trees by their size too,
+  and what draft vocabularies come to.
 
   Args:
     costs: measured.
@@ -64,11 +65,19 @@ def plot_costs(costs: Parts, path: Path) -> None:
   if not isinstance(costs, Costs):
     return
   with _figure(path.with_stem(f'{path.stem}_speedup'), 'num_nodes', 'times plain decoding') as axes:
-    plain = 1000 * costs.batch / costs.verify_ms[1]
+    decoded = {rate.kind: rate.tok_per_s for rate in costs.policies}
+    plain = {'modelled': 1000 * costs.batch / costs.verify_ms[1], 'decoded': decoded['plain']}
     for name, rates in (('modelled', costs.modelled), ('decoded', costs.policies)):
-      points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain) for rate in rates)
+      points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain[name]) for rate in rates)
       axes.plot(*zip(*points, strict=True), marker='o', ls='', label=name)
     axes.axhline(1, color='0.7', lw=1)
+    axes.set_xscale('log', base=2)
+    axes.legend()
+  with _figure(path.with_stem(f'{path.stem}_vocabulary'), 'ids in the draft vocabulary', 'of the largest') as axes:
+    largest = max(costs.vocabularies, key=lambda one: one.num_ids)
+    for field, label in (('tau', 'tau'), ('cycle_ms', 'time of a cycle'), ('coverage', "target's tokens covered")):
+      points = sorted((one.num_ids, getattr(one, field) / getattr(largest, field)) for one in costs.vocabularies)
+      axes.plot(*zip(*points, strict=True), marker='o', label=label)
     axes.set_xscale('log', base=2)
     axes.legend()
 
