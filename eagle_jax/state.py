@@ -22,8 +22,11 @@ class Params(NamedTuple):
 
 
 def tile_rows() -> int:
-  """Rows below which a matrix product costs this backend no less: a TPU's matrix unit takes 8, and a product of one
-  row, kept from it, more time by the compiler's own estimate (16 ms a plain step of Llama-3.1-8B on v5e, 5 with 8)."""
+  """Rows that a matrix product has at no more cost than one row.
+
+  A TPU keeps a product of one row from its matrix unit: by the compiler's own estimate a plain step of Llama-3.1-8B's
+  shape, over four v5e, takes 22.9 million cycles, and 6.9 with 8 rows, 7 of them unused.
+  """
   return 8 if jax.default_backend() == 'tpu' else 1
 
 

@@ -4,7 +4,6 @@ Only shapes go in, nothing is allocated and nothing runs.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from eagle_jax.bench.hlo import bytes_moved, estimated_cycles
 from eagle_jax.bench.tune import Blank
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import NoDrafter
@@ -33,8 +33,9 @@ NO_COPIES_AHEAD = {'xla_msa_enable': 'false'}
 class Estimate(NamedTuple):
   """The compiler's numbers of a program, of one device."""
 
-  bytes_accessed: float  # by all operations, those too that fast memory would hold between one and the next
   bytes_needed: float  # weights, and the cache behind the text: once a pass, see `ShapedPair.bytes_needed`
+  bytes_moved: float  # over the main memory's bus, as the compiler placed the buffers
+  bytes_accessed: float  # by all operations, as if none of their results stayed in fast memory until the next
   flops: float
   optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN where the compiler gives none
   cycles: float  # sum of the compiler's estimates of operations, as it placed them; NaN where it gives none
@@ -43,17 +44,16 @@ class Estimate(NamedTuple):
   @classmethod
   def of(cls, counted: Any, placed: Any, bytes_needed: float) -> 'Estimate':
     """Of a program compiled with NO_COPIES_AHEAD, and as it would run."""
-    cost, memory = counted.cost_analysis(), placed.memory_analysis()
-    optimal_s = cost.get('optimal_seconds', np.nan)
-    cycles = estimated_cycles(placed.as_text())
-    return cls(cost['bytes accessed'], bytes_needed, cost['flops'], optimal_s, cycles, memory.temp_size_in_bytes)
-
-
-def estimated_cycles(hlo: str) -> float:
-  """What XLA:TPU notes beside the operations of a program's entry: of loops, as if their bodies took no time."""
-  entry = hlo[hlo.rindex('\nENTRY') :]
-  cycles = [int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', entry)]
-  return float(sum(cycles)) if cycles else np.nan
+    cost, hlo = counted.cost_analysis(), placed.as_text()
+    return cls(
+      bytes_needed=bytes_needed,
+      bytes_moved=bytes_moved(hlo),
+      bytes_accessed=cost['bytes accessed'],
+      flops=cost['flops'],
+      optimal_s=cost.get('optimal_seconds', np.nan),
+      cycles=estimated_cycles(hlo),
+      temporary_bytes=placed.memory_analysis().temp_size_in_bytes,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +156,14 @@ def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict
 def table(found: Mapping[str, Estimate]) -> str:
   """Markdown; the last columns are in plain steps."""
   plain = found['plain step']
-  amounts = 'GFLOP', 'temporary MB', 'GB needed', 'GB accessed', 'optimal ms', 'Mcycles'
-  heads = ['program', *amounts, 'needed: plain steps', 'accessed', 'cycles']
+  amounts = 'GFLOP', 'temporary MB', 'GB needed', 'GB moved', 'GB accessed', 'optimal ms', 'Mcycles'
+  ratios = 'bytes_needed', 'bytes_moved', 'bytes_accessed', 'cycles'
+  heads = ['program', *amounts, *(name.removeprefix('bytes_') for name in ratios)]
   lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
   for name, one in found.items():
-    sizes = one.flops / 1e9, one.temporary_bytes / 1e6, one.bytes_needed / 1e9, one.bytes_accessed / 1e9
+    gigabytes = one.bytes_needed / 1e9, one.bytes_moved / 1e9, one.bytes_accessed / 1e9
     times = 1000 * one.optimal_s, one.cycles / 1e6
-    ratios = (getattr(one, field) / getattr(plain, field) for field in ('bytes_needed', 'bytes_accessed', 'cycles'))
-    lines.append(f'| {name} | ' + ' | '.join(f'{x:.2f}' for x in (*sizes, *times, *ratios)) + ' |')
+    steps = (getattr(one, ratio) / getattr(plain, ratio) for ratio in ratios)
+    numbers = one.flops / 1e9, one.temporary_bytes / 1e6, *gigabytes, *times, *steps
+    lines.append(f'| {name} | ' + ' | '.join(f'{x:.2f}' for x in numbers) + ' |')
   return '\n'.join(lines)

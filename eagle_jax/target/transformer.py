@@ -44,7 +44,7 @@ class Transformer(nn.Module):
   def setup(self):
     c = self.config
     self.embed = Embedding(c.vocab_size, c.width, self.dtype)
-    layer = nn.jit(DecoderLayer)  # traced once for all of them
+    layer = DecoderLayer if self.is_initializing() else nn.jit(DecoderLayer)  # traced once for all of them
     self.layer = [layer(c) for _ in range(c.num_layers)]
     self.norm = RMSNorm(c.norm_eps)
     if not c.tied_head:
