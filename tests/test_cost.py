@@ -14,6 +14,7 @@ from eagle_jax.bench import shapes, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.cost import Calibration, Costs, Parts, Rate, Vocabulary, between
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
+from eagle_jax.train.replay import Nodes, Traced
 
 COSTS = Costs(
   device='x', target='target', drafter='drafter', dtype='float32', batch=1, num_prompt=8,
@@ -87,6 +88,19 @@ def test_costs_are_plotted(tmp_path):
   plot_costs(PARTS, tmp_path / 'parts.png')
   assert (tmp_path / 'parts.png').read_bytes().startswith(b'\x89PNG')
   assert not (tmp_path / 'parts_speedup.png').exists()
+
+
+def test_values_are_measured_where_nodes_are_accepted():
+  """Most nodes of a tree are all but never accepted; the few likely ones must not share one mean with them."""
+  rng = np.random.default_rng(0)
+  log_q = np.log(rng.random(20_000) ** 8).astype(np.float32)
+  is_accepted = rng.random(20_000) < np.exp(log_q)
+  nothing = np.zeros(20_000, np.int32)
+  nodes = Nodes(log_q, log_q, nothing, nothing, is_accepted, is_accepted)
+  found = tune.calibration(nodes, Traced([[1, 0]], [4], Chain(1)))
+  assert len(found.value) == tune.NUM_KNOTS
+  assert found.value[-1] > 0.9
+  np.testing.assert_allclose(found.value, np.exp(found.log_q), atol=0.08)
 
 
 def test_parts_alone_are_stored_apart(here):

@@ -37,7 +37,7 @@ CANDIDATES: tuple[TreePolicy, ...] = (
 )  # fmt: skip
 WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycles, beside the sum of their parts
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
-NUM_KNOTS = 24
+NUM_KNOTS = 12
 NUM_HALVINGS = 3  # of the draft vocabulary
 NUM_CYCLES = 16
 NUM_ROUNDS = 6
@@ -165,9 +165,14 @@ def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], *, max_new_
 
 
 def calibration(nodes: Nodes, traced: Traced) -> Calibration:
-  """Values of paths as measured: means of equally many nodes, made to rise with the log-probability."""
+  """Values of paths as measured: means of nodes of equal summed confidence, made to rise with the log-probability.
+
+  Nodes of equal number would say little: of the trees' nodes most are all but never accepted.
+  """
   order = np.argsort(nodes.log_q)
-  parts = [part for part in np.array_split(order, NUM_KNOTS) if len(part)]
+  confidence = np.cumsum(np.exp(nodes.log_q[order].astype(np.float64)))
+  ends = np.searchsorted(confidence, np.linspace(0, confidence[-1], NUM_KNOTS + 1)[1:-1])
+  parts = [part for part in np.split(order, ends) if len(part)]
   value = np.maximum.accumulate([nodes.is_accepted[part].mean() for part in parts])
   growth = np.nan_to_num(traced.acceptance)
   log_q = [nodes.log_q[part].mean() for part in parts]
