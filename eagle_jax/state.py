@@ -21,13 +21,13 @@ class Params(NamedTuple):
   economy: Any = ()  # a `draft.economy.Economy`, where the policy weighs costs
 
 
-def tile_rows() -> int:
-  """Rows that a matrix product has at no more cost than one row.
+def tile_rows(platform: str) -> int:
+  """Rows that a matrix product has at no more cost than one row, on 'cpu', 'gpu' or 'tpu'.
 
   A TPU keeps a product of one row from its matrix unit: by the compiler's own estimate a plain step of Llama-3.1-8B's
   shape, over four v5e, takes 22.9 million cycles, and 6.9 with 8 rows, 7 of them unused.
   """
-  return 8 if jax.default_backend() == 'tpu' else 1
+  return 8 if platform == 'tpu' else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Spec:
   target: TargetNetwork
   drafter: DraftNetwork
   policy: TreePolicy
-  min_rows: int = dataclasses.field(default_factory=tile_rows)  # of a target pass, over the batch
+  # Of a target pass, over the batch.
+  min_rows: int = dataclasses.field(default_factory=lambda: tile_rows(jax.default_backend()))
 
   @property
   def max_path(self) -> int:

@@ -11,7 +11,8 @@ import os
 import pytest
 
 from eagle_jax.bench import compiled, shapes
-from eagle_jax.bench.compiled import NO_COPIES_AHEAD, ShapedPair, num_bytes
+from eagle_jax.bench.compiled import NO_COPIES_AHEAD, ShapedPair
+from eagle_jax.bench.tune import num_bytes
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.loop import decode_loop, decode_step
 from eagle_jax.sharding import make_mesh

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.bench.hlo import bytes_moved, estimated_cycles
-from eagle_jax.bench.tune import Blank
+from eagle_jax.bench.tune import Blank, bytes_read
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import NoDrafter
 from eagle_jax.draft.eagle import Eagle
@@ -22,7 +22,7 @@ from eagle_jax.loop import decode_step
 from eagle_jax.prefill import prepare, run_prefill
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import param_sharding, param_shardings
-from eagle_jax.state import Params, Spec
+from eagle_jax.state import Params, Spec, tile_rows
 from eagle_jax.target.transformer import TransformerTarget
 
 # XLA:TPU copies weights into fast memory ahead of their use, and `cost_analysis` counts such a byte three times: read,
@@ -80,7 +80,8 @@ class ShapedPair:
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
     """Static description; `drafter` stands in for the EAGLE head."""
     network = TransformerTarget(self.target, jnp.bfloat16)
-    return Spec(network, drafter or Eagle(self.drafter, jnp.bfloat16), policy, min_rows=8)
+    min_rows = tile_rows(self.mesh.devices.flat[0].platform)
+    return Spec(network, drafter or Eagle(self.drafter, jnp.bfloat16), policy, min_rows)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
     """The compiled prefill of one row, and the shapes of the state that it returns."""
@@ -107,28 +108,14 @@ class ShapedPair:
       return run.lower(params, state, spec=spec).compile(options)
 
   def bytes_needed(self, state: Any, *, num_drafts: int) -> float:
-    """What each device must read for a target pass and for `num_drafts` drafter passes, over the state's caches.
-
-    A pass reads all weights and the cache once. Of an embedding it looks up a few rows: not counted, unless the
-    embedding is the head.
-    """
-    target, drafter, _ = self.params()
-    target_pass = num_bytes(target) + num_bytes(state.cache)
-    if not self.target.tied_head:
-      target_pass -= num_bytes(target['embed'])
-    if num_drafts:
-      own = [x for name, x in drafter.items() if name not in ('embed', 'ids')]
-      target_pass += num_drafts * num_bytes([own, state.drafter.cache])
-    return target_pass / self.mesh.size
+    """What each device must read for a target pass and for `num_drafts` drafter passes, over the state's caches."""
+    caches = state.cache, state.drafter.cache if num_drafts else ()
+    target_pass, drafter_pass = bytes_read(self.params(), *caches, has_tied_head=self.target.tied_head)
+    return (target_pass + num_drafts * drafter_pass) / self.mesh.size
 
   def _placed(self, network) -> Any:
     shapes = jax.eval_shape(network.init_params, jax.random.key(0))
     return placed(shapes, param_shardings(shapes, self.mesh))
-
-
-def num_bytes(tree: Any) -> int:
-  """Of all arrays, or shapes, in a pytree."""
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
@@ -143,8 +130,8 @@ def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict
   def estimate(policy: TreePolicy, drafter: Any = None) -> Estimate:
     behind, num_drafts = (state, policy.max_depth) if drafter is None else (state._replace(drafter=()), 0)
     spec = pair.spec(policy, drafter)
-    counted, placed = (pair.compile(decode_step, behind, spec, options) for options in (NO_COPIES_AHEAD, None))
-    return Estimate.of(counted, placed, pair.bytes_needed(behind, num_drafts=num_drafts))
+    counted, as_it_runs = (pair.compile(decode_step, behind, spec, options) for options in (NO_COPIES_AHEAD, None))
+    return Estimate.of(counted, as_it_runs, pair.bytes_needed(behind, num_drafts=num_drafts))
 
   found = {'plain step': estimate(Plain(), NoDrafter())}
   found |= {f'target pass, {size} nodes': estimate(DynamicTree(16, 16, 6, size), Blank()) for size in sizes}
@@ -163,7 +150,7 @@ def table(found: Mapping[str, Estimate]) -> str:
   for name, one in found.items():
     gigabytes = one.bytes_needed / 1e9, one.bytes_moved / 1e9, one.bytes_accessed / 1e9
     times = 1000 * one.optimal_s, one.cycles / 1e6
-    steps = (getattr(one, ratio) / getattr(plain, ratio) for ratio in ratios)
-    numbers = one.flops / 1e9, one.temporary_bytes / 1e6, *gigabytes, *times, *steps
+    in_steps = (getattr(one, ratio) / getattr(plain, ratio) for ratio in ratios)
+    numbers = one.flops / 1e9, one.temporary_bytes / 1e6, *gigabytes, *times, *in_steps
     lines.append(f'| {name} | ' + ' | '.join(f'{x:.2f}' for x in numbers) + ' |')
   return '\n'.join(lines)

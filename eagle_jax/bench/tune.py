@@ -122,7 +122,8 @@ def part_costs(
   forms |= {(width, depth): form(DynamicTree(width, width, depth, 3)) for width in widths for depth in (2, 8)}
   forms |= {policy.describe(): form(policy) for policy in (Chain(1), *whole)}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  target_bytes, drafter_bytes = _bytes_read(target, drafter, batch=batch, num_prompt=num_prompt)
+  caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_prompt), spec.drafter.init(batch, num_prompt)))
+  target_bytes, drafter_bytes = bytes_read(params, *caches, has_tied_head=target.config.tied_head)
   dtype = str(target.params['embed']['weight'].dtype)
   return Parts(
     device=device_name(),
@@ -144,18 +145,19 @@ def part_costs(
   )
 
 
-def _bytes_read(target: Target, drafter: Drafter, *, batch: int, num_prompt: int) -> tuple[int, int]:
-  """What a target pass and a drafter pass must read: their weights, and the cache behind `num_prompt` tokens. Of an
-  embedding that is no head, they read a few rows only."""
+def num_bytes(tree: Any) -> int:
+  """Of all arrays, or shapes, in a pytree."""
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-  def size(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-  params, spec = build(target, drafter, policy=Chain(1))
-  caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_prompt), spec.drafter.init(batch, num_prompt)))
-  weights = {name: x for name, x in target.params.items() if name != 'embed' or target.config.tied_head}
+def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head: bool) -> tuple[int, int]:
+  """What a target pass and a drafter pass must read: their weights, and their caches, once.
+
+  Of an embedding that is no head, they read a few rows only: not counted.
+  """
+  weights = {name: x for name, x in params.target.items() if name != 'embed' or has_tied_head}
   own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids')}
-  return size((weights, caches[0])), size((own, caches[1]))
+  return num_bytes((weights, cache)), num_bytes((own, drafter_cache))
 
 
 def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[Example]:

@@ -44,7 +44,8 @@ class Transformer(nn.Module):
   def setup(self):
     c = self.config
     self.embed = Embedding(c.vocab_size, c.width, self.dtype)
-    layer = DecoderLayer if self.is_initializing() else nn.jit(DecoderLayer)  # traced once for all of them
+    # Traced once for all of them; but under `nn.jit` a key gives other random weights.
+    layer = DecoderLayer if self.is_initializing() else nn.jit(DecoderLayer)
     self.layer = [layer(c) for _ in range(c.num_layers)]
     self.norm = RMSNorm(c.norm_eps)
     if not c.tied_head:
