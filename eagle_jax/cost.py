@@ -7,20 +7,21 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.device import device_name
-from eagle_jax.draft.economy import Economy
+from eagle_jax.draft.economy import Economies, Economy
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.weights.fetch import cache_folder
 from eagle_jax.weights.files import replacing
 
-VERSION = 1  # of the stored form
+VERSION = 2  # of the stored form
 SHIPPED = Path(__file__).parent / 'assets' / 'costs'
 KINDS = {'plain': Plain, 'chain': Chain, 'dynamic': DynamicTree, 'adaptive': Adaptive}
 
@@ -70,26 +71,26 @@ class Costs(Parts):
 
   policies: tuple['Rate', ...]  # in real decoding, best first
   modelled: tuple['Rate', ...]  # tau by traces, over the sum of the parts
-  calibration: 'Calibration'
+  calibrations: tuple['Calibration', ...]  # by the temperature of the text, ascending
   num_ids: int | None  # size of the draft vocabulary that all this is for; None: the drafter's own
   vocabularies: tuple['Vocabulary', ...]
 
-  def economy(self, policy: Adaptive) -> Economy:
+  def economies(self, policy: Adaptive) -> Economies:
     """What an adaptive policy reads; its rates are that of the best policy measured, unless it has its own."""
     rates = [self.policies[0].tok_per_s / self.batch / 1000] * 2
     if policy.thresholds is not None:
       rates = [tokens / self.verify_ms[1] for tokens in policy.thresholds]
     levels = [between(self.draft_ms, width) for width in policy.widths]
-    growth = [*self.calibration.growth, *[self.calibration.growth[-1]] * policy.max_depth][: policy.max_depth]
-    numbers: Any = (
-      *rates,
-      [between(self.verify_ms, size) for size in policy.sizes],
-      levels,
-      growth,
-      self.calibration.log_q,
-      self.calibration.value,
-    )
-    return Economy(*(jnp.asarray(x, jnp.float32) for x in numbers))
+    passes = [between(self.verify_ms, size) for size in policy.sizes]
+    knots = sorted({log_q for one in self.calibrations for log_q in one.log_q})
+
+    def economy(one: Calibration) -> Economy:
+      growth = [*one.growth, *[one.growth[-1]] * policy.max_depth][: policy.max_depth]
+      numbers: Any = (*rates, passes, levels, growth, knots, np.interp(knots, one.log_q, one.value))
+      return Economy(*(jnp.asarray(x, jnp.float32) for x in numbers))
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(economy, self.calibrations))
+    return Economies(jnp.asarray([one.temperature for one in self.calibrations], jnp.float32), stacked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +126,15 @@ class Vocabulary:
 class Calibration:
   """What became of drafted nodes, by the drafter's log-probability of their path."""
 
+  temperature: float  # of the text
   log_q: tuple[float, ...]  # ascending, nats
   value: tuple[float, ...]  # share accepted, never falling
   growth: tuple[float, ...]  # by depth of a frontier: see `economy.Economy`
+
+  @classmethod
+  def of(cls, *, temperature: float, **curves: Sequence[float]) -> 'Calibration':
+    """From JSON, whose lists are no tuples."""
+    return cls(temperature, **{name: tuple(curve) for name, curve in curves.items()})
 
 
 def between(by_size: Mapping[int, float], size: int) -> float:
@@ -164,9 +171,13 @@ def _read(path: Path, modified: int) -> Costs | None:
     if fields.pop('version') != VERSION:
       raise ValueError(f'not version {VERSION}')
     fields |= {name: {int(size): ms for size, ms in fields[name].items()} for name in ('verify_ms', 'draft_ms')}
-    forms = {'policies': Rate, 'modelled': Rate, 'vocabularies': Vocabulary}
+    forms: dict[str, Callable[..., Any]] = {
+      'policies': Rate,
+      'modelled': Rate,
+      'vocabularies': Vocabulary,
+      'calibrations': Calibration.of,
+    }
     fields |= {name: tuple(form(**one) for one in fields[name]) for name, form in forms.items()}
-    fields['calibration'] = Calibration(**{name: tuple(x) for name, x in fields['calibration'].items()})
     return Costs(**fields)
   except (ValueError, KeyError, TypeError) as error:
     log.warning('%s holds no costs (%s): measure anew with launch/cost.py', path, error)

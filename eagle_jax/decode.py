@@ -102,11 +102,11 @@ def build(
       'Lower the fanout, or the ranks of the paths.'
     )
   params = drafter.params | _borrowed(target, drafter)
-  economy = costs.economy(chosen) if isinstance(chosen, Adaptive) and costs else ()
+  economies = costs.economies(chosen) if isinstance(chosen, Adaptive) and costs else ()
   network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
   head: Any = Eagle3 if isinstance(drafter.config, Eagle3Config) else Eagle
   spec = Spec(network, head(drafter.config, params['fc']['weight'].dtype), chosen)
-  return Params(target.params, params, economy), spec
+  return Params(target.params, params, economies), spec
 
 
 def settle(

@@ -18,7 +18,7 @@ from eagle_jax.tree import Candidates, DraftTree, ancestor_mask, depth, padded, 
 from eagle_jax.verify import Verdict, verify
 
 
-def outlook(params: Params, state: DecodeState, *, spec: Spec) -> Outlook:
+def outlook(state: DecodeState, economy: Any, *, spec: Spec) -> Outlook:
   """What drafters may know: the noise that the target will add to its logits, and which levels pay."""
 
   def noise(depth: int, token_U: jax.Array) -> jax.Array:
@@ -26,7 +26,7 @@ def outlook(params: Params, state: DecodeState, *, spec: Spec) -> Outlook:
     return of_rows(state.sampling, state.row_id, state.cache.length + depth, token_U)
 
   def is_level_worth(depth: int, log_q_BW: jax.Array):
-    return spec.policy.is_level_worth(params.economy, log_q_BW, ~state.is_done, depth=depth)
+    return spec.policy.is_level_worth(economy, log_q_BW, ~state.is_done, depth=depth)
 
   return Outlook(noise, is_level_worth)
 
@@ -93,11 +93,13 @@ class Cycle(NamedTuple):
 
 def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens."""
-  look = outlook(params, state, spec=spec)
+  # A batch goes through one program, so it weighs costs as its rows do in the mean.
+  economy = params.economies.at(state.sampling.temperature.mean()) if params.economies else ()
+  look = outlook(state, economy, spec=spec)
   candidates = spec.drafter.propose(params.drafter, state.drafter, state.root, spec.policy, look)
   sizes = [functools.partial(check, params, state, candidates, num_nodes=n, spec=spec) for n in spec.policy.sizes]
   is_live_B = ~state.is_done
-  best = spec.policy.best_size(params.economy, candidates.log_q, is_live_B)
+  best = spec.policy.best_size(economy, candidates.log_q, is_live_B)
   checked = jax.lax.switch(best, sizes) if len(sizes) > 1 else sizes[0]()
   after = commit(params, state, checked.verdict, checked.taps, checked.rows, spec=spec)
   num_nodes = state.num_nodes + jnp.where(is_live_B, jnp.asarray(spec.policy.sizes, jnp.int32)[best], 0)

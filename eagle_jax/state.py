@@ -18,7 +18,7 @@ class Params(NamedTuple):
 
   target: Any
   drafter: Any
-  economy: Any = ()  # a `draft.economy.Economy`, where the policy weighs costs
+  economies: Any = ()  # a `draft.economy.Economies`, where the policy weighs costs
 
 
 def tile_rows(platform: str) -> int:

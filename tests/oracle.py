@@ -132,10 +132,10 @@ class OracleDrafter:
     )
 
 
-def build(policy: Any, *, vocab_size: int = 13, drafter: Any = None, economy: Any = ()) -> tuple[Params, Spec]:
+def build(policy: Any, *, vocab_size: int = 13, drafter: Any = None, economies: Any = ()) -> tuple[Params, Spec]:
   """Params (the pair has none) and spec of the oracle pair; `Plain()` takes no drafter."""
   drafter = NoDrafter() if isinstance(policy, Plain) else drafter or OracleDrafter(vocab_size)
-  return Params({}, {}, economy), Spec(OracleTarget(vocab_size), drafter, policy)
+  return Params({}, {}, economies), Spec(OracleTarget(vocab_size), drafter, policy)
 
 
 def decode(params: Params, spec: Spec, tokens_BL, length_B, *, loop=decode_loop, **request) -> tuple[jax.Array, ...]:

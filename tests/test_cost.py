@@ -24,7 +24,9 @@ COSTS = Costs(
     Rate('adaptive', {'width': 2, 'fanout': 2, 'max_depth': 3, 'num_nodes': 6, 'smaller': [1, 2]}, 200.0, 2.5),
     Rate('plain', {}, 100.0, 1.0),
   ),
-  calibration=Calibration((-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), versions={}, date='2026-01-01',
+  calibrations=(
+    Calibration(0.0, (-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), Calibration(1.0, (-4.0, -1.0), (0.0, 0.6), (0.4,)),
+  ), versions={}, date='2026-01-01',
   modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0),), num_ids=None,
   vocabularies=(Vocabulary(64, 0.75, 2.0, 17.0),),
 )  # fmt: skip
@@ -50,15 +52,26 @@ def test_a_cycle_is_the_sum_of_its_parts():
 
 
 def test_an_economy_is_what_the_policy_reads():
-  table = COSTS.economy(COSTS.policies[0].policy)
+  table = COSTS.economies(COSTS.policies[0].policy).at(0.0)
   np.testing.assert_allclose([table.level_rate, table.node_rate], 0.2)
   np.testing.assert_allclose(table.verify_ms, [10, 11, 17])
   np.testing.assert_allclose(table.draft_ms, [2, 3, 3])
   np.testing.assert_allclose(table.growth, [0.6, 0.5, 0.5])
+  np.testing.assert_allclose(table.values(np.asarray([-3, -1.5, 0, -np.inf])), [0.1, 0.5, 0.9, 0], atol=1e-6)
+
+
+def test_sampled_text_has_values_of_its_own():
+  tables = COSTS.economies(COSTS.policies[0].policy)
+  log_q = np.asarray([-4, -2.5, -1, 0])
+  np.testing.assert_allclose(tables.at(1.0).values(log_q), [0, 0.3, 0.6, 0.6], atol=1e-6)
+  np.testing.assert_allclose(tables.at(1.0).growth, [0.4, 0.4, 0.4])
+  np.testing.assert_allclose(tables.at(1.5).growth, [0.4, 0.4, 0.4])
+  np.testing.assert_allclose(tables.at(0.25).values(log_q)[-1], 0.75 * 0.9 + 0.25 * 0.6, atol=1e-6)
+  np.testing.assert_allclose(tables.at(0.25).verify_ms, tables.at(0.0).verify_ms)
 
 
 def test_thresholds_are_tokens_a_plain_step():
-  table = COSTS.economy(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2)))
+  table = COSTS.economies(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2))).at(0.0)
   np.testing.assert_allclose([table.level_rate, table.node_rate], [0.3, 0.2])  # a plain step takes 10 ms
   with pytest.raises(ValueError, match='two numbers'):
     Adaptive(2, 2, 3, 6, thresholds=(1,))
@@ -97,7 +110,7 @@ def test_values_are_measured_where_nodes_are_accepted():
   is_accepted = rng.random(20_000) < np.exp(log_q)
   nothing = np.zeros(20_000, np.int32)
   nodes = Nodes(log_q, log_q, nothing, nothing, is_accepted, is_accepted)
-  found = tune.calibration(nodes, Traced([[1, 0]], [4], Chain(1)))
+  found = tune.calibration(nodes, Traced([[1, 0]], [4], Chain(1)), temperature=0.0)
   assert len(found.value) == tune.NUM_KNOTS
   assert found.value[-1] > 0.9
   np.testing.assert_allclose(found.value, np.exp(found.log_q), atol=0.08)
@@ -146,7 +159,7 @@ def test_auto_takes_what_was_fastest(here, caplog):
     cost.write(COSTS)
     params, spec = decode.build(target, drafter)
   assert spec.policy == Adaptive(2, 2, 3, 6, smaller=(1, 2))
-  np.testing.assert_allclose(params.economy.level_rate, 0.2)
+  np.testing.assert_allclose(params.economies.economy.level_rate, 0.2)
   assert '200.0 tokens/s when measured' in caplog.text
   cost.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))
   assert decode.build(target, drafter)[1].policy == Plain()
@@ -176,7 +189,8 @@ def test_a_pair_is_tuned(here, monkeypatch):
   costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], num_prompt=8, max_new_tokens=8)
   assert set(costs.verify_ms) == {1, 2, 4}
   assert set(costs.draft_ms) == {1, 2}
-  assert list(costs.calibration.value) == sorted(costs.calibration.value)
+  assert [one.temperature for one in costs.calibrations] == [0, 1]
+  assert all(list(one.value) == sorted(one.value) for one in costs.calibrations)
   assert {one.kind for one in costs.policies} >= {'plain', 'adaptive'}
   assert {one.policy for one in costs.modelled} == {Chain(1), DynamicTree(2, 2, 2, 4)}
   assert [one.num_ids for one in costs.vocabularies] == [97, 48]

@@ -11,7 +11,7 @@ import pytest
 import oracle
 from eagle_jax import loop
 from eagle_jax.cache import NewRows
-from eagle_jax.draft.economy import Economy
+from eagle_jax.draft.economy import Economies, Economy
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
@@ -91,7 +91,7 @@ SMALL = DynamicTree(3, 3, 3, 8)
 
 
 def run(
-  policy, *, drafter=None, economy=(), prompts=PROMPTS, row_ids=ROW_IDS, max_new_tokens=NUM_NEW, eos_ids=(),
+  policy, *, drafter=None, economies=(), prompts=PROMPTS, row_ids=ROW_IDS, max_new_tokens=NUM_NEW, eos_ids=(),
   decode_loop=loop.decode_loop, **sampling,
 ):  # fmt: skip
   """Tokens and num_accepted, a list a row."""
@@ -100,7 +100,7 @@ def run(
     row_L[: len(prompt)] = prompt
   length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
   eos_ids = (*eos_ids, NO_TOKEN, NO_TOKEN)[:2]  # always two slots: one program for all
-  params, spec = oracle.build(policy, vocab_size=VOCAB, drafter=drafter, economy=economy)
+  params, spec = oracle.build(policy, vocab_size=VOCAB, drafter=drafter, economies=economies)
   tokens_BN, length_B, num_accepted_BN = map(
     np.asarray,
     oracle.decode(
@@ -232,27 +232,37 @@ def test_a_drafter_that_forgets_costs_speed_and_no_text():
 ADAPTIVE = Adaptive(3, 3, 3, 8, smaller=(1, 2, 4))
 
 
-def economy(rate: float) -> Economy:
-  """Nodes are worth what the oracle's drafter says; a node costs 0.1 ms and a level 0.3."""
+def economies(rates: dict[float, float]) -> Economies:
+  """By temperature: nodes are worth what the oracle's drafter says; a node costs 0.1 ms and a level 0.3."""
   log_q = jnp.linspace(-8.0, 0.0, 9)
   verify_ms = 1 + 0.1 * jnp.asarray(ADAPTIVE.sizes, jnp.float32)
   draft_ms, growth = jnp.full(3, 0.3), jnp.full(3, 0.8)
-  return Economy(jnp.float32(rate), jnp.float32(rate), verify_ms, draft_ms, growth, log_q, jnp.exp(log_q))
+  of_rate = [Economy(rate, rate, verify_ms, draft_ms, growth, log_q, jnp.exp(log_q)) for rate in rates.values()]
+  return Economies(jnp.asarray([*rates]), jax.tree.map(lambda *x: jnp.stack([*map(jnp.asarray, x)]), *of_rate))
 
 
 @pytest.mark.parametrize('sampling', SAMPLINGS, ids=str)
 @pytest.mark.parametrize('rate', [0.0, 1.0, 2.0, 5.0, 1e6])
 def test_a_tree_cut_to_what_pays_changes_no_text(sampling, rate):
-  tokens, num_accepted = run(ADAPTIVE, economy=economy(rate), **sampling)
+  tokens, num_accepted = run(ADAPTIVE, economies=economies({0.0: rate}), **sampling)
   assert tokens == plain(sampling)
   check_counts(tokens, num_accepted)
 
 
 def test_what_costs_nothing_is_done_and_what_costs_too_much_is_not():
   full = run(DynamicTree(3, 3, 3, 8), **SAMPLED)[1]
-  by_rate = {rate: sum(map(sum, run(ADAPTIVE, economy=economy(rate), **SAMPLED)[1])) for rate in (0.0, 2.0, 5.0, 1e6)}
+  accepted = {rate: run(ADAPTIVE, economies=economies({0.0: rate}), **SAMPLED)[1] for rate in (0.0, 2.0, 5.0, 1e6)}
+  by_rate = {rate: sum(map(sum, num_accepted)) for rate, num_accepted in accepted.items()}
   assert by_rate[0.0] == sum(map(sum, full))
   assert by_rate[0.0] > by_rate[2.0] > by_rate[5.0] >= by_rate[1e6] == 0
+
+
+def test_costs_are_weighed_as_for_text_of_the_temperature_asked_for():
+  only_greedy, only_sampled = economies({0.0: 0.0, 0.5: 1e6}), economies({0.0: 1e6, 0.5: 0.0})
+  assert sum(map(sum, run(ADAPTIVE, economies=only_greedy, **SAMPLED)[1])) == 0
+  assert sum(map(sum, run(ADAPTIVE, economies=only_sampled)[1])) == 0
+  assert sum(map(sum, run(ADAPTIVE, economies=only_greedy)[1])) > 0
+  assert sum(map(sum, run(ADAPTIVE, economies=only_sampled, **SAMPLED)[1])) > 0
 
 
 # Planted faults: the oracle must notice each.

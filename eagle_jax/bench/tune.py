@@ -37,6 +37,7 @@ CANDIDATES: tuple[TreePolicy, ...] = (
 )  # fmt: skip
 WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycles, beside the sum of their parts
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
+TEMPERATURES = (0.0, 1.0)  # of the texts that paths are valued on, the first of which rates are measured on
 NUM_KNOTS = 12
 NUM_HALVINGS = 3  # of the draft vocabulary
 NUM_CYCLES = 16
@@ -160,13 +161,21 @@ def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head:
   return num_bytes((weights, cache)), num_bytes((own, drafter_cache))
 
 
-def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[Example]:
+def plain_answers(
+  target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float = 0.0
+) -> list[Example]:
   """Plain decoding's, ready to be traced."""
-  answers = [generate(target, None, [prompt], max_new_tokens=max_new_tokens).tokens[0] for prompt in prompts]
-  return examples(target, [Said(number, *said) for number, said in enumerate(zip(prompts, answers, strict=True))])
+
+  def say(number: int, prompt: Sequence[int]) -> Said:
+    out = generate(
+      target, None, [prompt], max_new_tokens=max_new_tokens, temperature=temperature, row_ids=[number], policy='plain'
+    )
+    return Said(number, prompt, out.tokens[0], temperature)
+
+  return examples(target, [say(number, prompt) for number, prompt in enumerate(prompts)])
 
 
-def calibration(nodes: Nodes, traced: Traced) -> Calibration:
+def calibration(nodes: Nodes, traced: Traced, *, temperature: float) -> Calibration:
   """Values of paths as measured: means of nodes of equal summed confidence, made to rise with the log-probability.
 
   Nodes of equal number would say little: of the trees' nodes most are all but never accepted.
@@ -178,7 +187,7 @@ def calibration(nodes: Nodes, traced: Traced) -> Calibration:
   value = np.maximum.accumulate([nodes.is_accepted[part].mean() for part in parts])
   growth = np.nan_to_num(traced.acceptance)
   log_q = [nodes.log_q[part].mean() for part in parts]
-  return Calibration(tuple(map(float, log_q)), tuple(map(float, value)), tuple(map(float, growth)))
+  return Calibration(temperature, tuple(map(float, log_q)), tuple(map(float, value)), tuple(map(float, growth)))
 
 
 def tune(
@@ -204,7 +213,11 @@ def tune(
     max_new_tokens: an answer.
     progress: wraps what takes long, as tqdm does.
   """
-  answers = greedy_answers(target, prompts, max_new_tokens=max_new_tokens)
+  answers_by_temperature = {
+    temperature: plain_answers(target, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    for temperature in TEMPERATURES
+  }
+  answers = answers_by_temperature[0.0]
   num_rows = min(8, len(answers))
   tried = vocabularies(target, drafter, answers, batch=batch, num_prompt=num_prompt, progress=progress)
   num_ids = max(tried, key=lambda one: one.tau / one.cycle_ms).num_ids
@@ -218,13 +231,18 @@ def tune(
   rates = {policy: 1000 * batch * traces[policy].tau / parts.cycle_ms(policy) for policy in traces}
   ranked = sorted(traces, key=lambda policy: -rates[policy])
   widest = max(traces, key=lambda policy: policy.num_nodes)
-  nodes = observe(target, drafter, answers, policy=widest, num_rows=num_rows)
+
+  def calibrated(temperature: float, said: Sequence[Example]) -> Calibration:
+    how: Any = {'policy': widest, 'num_rows': num_rows}
+    nodes, traced = observe(target, drafter, said, **how), trace(target, drafter, said, **how)
+    return calibration(nodes, traced, temperature=temperature)
+
   modelled = tuple(Rate.of(policy, tok_per_s=rates[policy], tau=traces[policy].tau) for policy in ranked)
   costs = Costs(
     **vars(parts),
     policies=modelled,
     modelled=modelled,
-    calibration=calibration(nodes, traces[widest]),
+    calibrations=tuple(calibrated(*one) for one in answers_by_temperature.items()),
     num_ids=num_ids,
     vocabularies=tried,
   )

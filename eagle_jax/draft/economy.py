@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 class Economy(NamedTuple):
-  """What `policy.Adaptive` reads. Traced: other measurements compile nothing."""
+  """What `policy.Adaptive` reads, for text of one temperature. Traced: other measurements compile nothing."""
 
   level_rate: jax.Array  # [] f32, tokens a millisecond of a row that a level must bring
   node_rate: jax.Array  # [] f32, and that nodes must
@@ -26,6 +26,18 @@ class Economy(NamedTuple):
   def values(self, log_q: jax.Array) -> jax.Array:
     """Probabilities of acceptance, 0 for unused nodes; between what was measured by straight lines."""
     return jnp.where(log_q > -jnp.inf, jnp.interp(log_q, self.log_q, self.value), 0)
+
+
+class Economies(NamedTuple):
+  """What was measured on texts of several temperatures: sampled text accepts less of the same confidence."""
+
+  temperature: jax.Array  # [C] f32, ascending
+  economy: Economy  # every field with a leading axis C
+
+  def at(self, temperature: jax.Array) -> Economy:
+    """For text of a temperature, [] f32: between those measured by straight lines, beyond them as at the nearest."""
+    share_C = jax.vmap(lambda own_C: jnp.interp(temperature, self.temperature, own_C))(jnp.eye(len(self.temperature)))
+    return jax.tree.map(lambda x: jnp.tensordot(share_C, x, axes=1, precision='highest'), self.economy)
 
 
 def best_size(economy: Economy, log_q_BA: jax.Array, is_live_B: jax.Array, *, sizes: tuple[int, ...]) -> jax.Array:
