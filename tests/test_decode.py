@@ -312,6 +312,14 @@ def test_the_loop_copies_no_cache(target, drafter, policy):
   assert copies_in_loop(hlo, shape) == []
 
 
+def test_angles_are_computed_once_a_pass(target, drafter):
+  """Not in every layer for every head, as where XLA fuses them into their readers."""
+  params, spec, state = lowered_state(target, drafter, Chain(1), batch=1)
+  assert target.config.num_layers > 1
+  hlo = decode.decode_loop.lower(params, state, spec=spec).compile().as_text()
+  assert len(re.findall(r'\bcosine\(', hlo)) == 2  # the target's pass, and the drafter's over what was committed
+
+
 def test_a_copy_would_be_seen():
   """A loop that needs the old array after writing a new one: XLA must copy."""
 

@@ -18,7 +18,7 @@ from eagle_jax.draft import Outlook
 from eagle_jax.draft.grow import Children, Frontier, grow
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import Appending, DecoderLayer, Linear, Mix, OverCache, embed, head_logits
+from eagle_jax.target.layers import Appending, DecoderLayer, Linear, Mix, OverCache, Rotation, embed, head_logits
 from eagle_jax.tree import Candidates
 
 
@@ -33,7 +33,7 @@ class EagleHead(nn.Module):
     x_DR = Linear(self.config.width, self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
     # No input norm, for what comes in is normed; and no final one.
     layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
-    return layer(x_DR, position_BT, mix)
+    return layer(x_DR, Rotation.of(self.config, position_BT), mix)
 
 
 class EagleState(NamedTuple):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from eagle_jax.config import Eagle3Config
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.target.layers import Attention, Linear, Mix, RMSNorm, SwiGLU, embed
+from eagle_jax.target.layers import Attention, Linear, Mix, RMSNorm, Rotation, SwiGLU, embed
 
 
 class Eagle3Head(nn.Module):
@@ -40,7 +40,7 @@ class Eagle3Head(nn.Module):
     """Outputs of the rows, [D, R], and the memory that `mix` returns."""
     normed_DR = self.feature_norm(feature_DR)
     both_R = jnp.concatenate([self.embedding_norm(embedding_DR), normed_DR])
-    mixed_DR, memory = self.attn(both_R, position_BT, mix)
+    mixed_DR, memory = self.attn(both_R, Rotation.of(self.config, position_BT), mix)
     x_DR = (normed_DR if self.config.norm_before_residual else feature_DR) + mixed_DR
     return x_DR + self.mlp(self.mlp_norm(x_DR)), memory
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import TargetConfig
-from eagle_jax.target.layers import DecoderLayer, Embedding, OverCache, RMSNorm, head_logits
+from eagle_jax.target.layers import DecoderLayer, Embedding, OverCache, RMSNorm, Rotation, head_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,12 @@ class Transformer(nn.Module):
       oldest_BT = position_BT - (self.config.window - 1)
       mask_BTT &= position_BT[:, None] >= oldest_BT[..., None]
     x_DR = self.embed(token_BT.reshape(-1))
+    rotation = Rotation.of(self.config, position_BT)
     layers, inputs = [], []
     for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
       mix = OverCache(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest=oldest_BT)
       inputs.append(x_DR)
-      x_DR, kv_BGTK = layer(x_DR, position_BT, mix)
+      x_DR, kv_BGTK = layer(x_DR, rotation, mix)
       layers.append(kv_BGTK)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
     residual = tuple(inputs[index].reshape(-1, *token_BT.shape) for index in self.tapped_layers)
