@@ -70,6 +70,9 @@ def append(cache: KVCache, rows: NewRows, count_B: jax.Array) -> KVCache:
     rows: [B, G, P, K].
     count_B: [B] i32; 0 freezes a finished row.
   """
+  # The count hangs on the tokens, and so on what all layers read; now the start does too. XLA copies a cache that it
+  # may have to write while it is read: in plain decoding all of them, at every step.
+  start_B = jnp.where(count_B < 0, 0, cache.length)
   kept: Any = cache.keys, cache.values
-  keys, values = jax.tree.map(lambda kv, new: write(kv, new, cache.length), kept, (rows.keys, rows.values))
+  keys, values = jax.tree.map(lambda kv, new: write(kv, new, start_B), kept, (rows.keys, rows.values))
   return KVCache(keys, values, cache.length + count_B)
