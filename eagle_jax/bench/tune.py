@@ -162,14 +162,12 @@ def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head:
 
 
 def plain_answers(
-  target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float = 0.0
+  target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
 ) -> list[Example]:
   """Plain decoding's, ready to be traced."""
 
   def say(number: int, prompt: Sequence[int]) -> Said:
-    out = generate(
-      target, None, [prompt], max_new_tokens=max_new_tokens, temperature=temperature, row_ids=[number], policy='plain'
-    )
+    out = generate(target, None, [prompt], max_new_tokens=max_new_tokens, temperature=temperature, row_ids=[number])
     return Said(number, prompt, out.tokens[0], temperature)
 
   return examples(target, [say(number, prompt) for number, prompt in enumerate(prompts)])
