@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.device import device_name
-from eagle_jax.draft.economy import Economies, Economy
+from eagle_jax.draft.economy import Economies, Gains, Prices
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.weights.fetch import cache_folder
 from eagle_jax.weights.files import replacing
 
-VERSION = 2  # of the stored form
+VERSION = 3  # of the stored form
 SHIPPED = Path(__file__).parent / 'assets' / 'costs'
 KINDS = {'plain': Plain, 'chain': Chain, 'dynamic': DynamicTree, 'adaptive': Adaptive}
 
@@ -29,25 +29,21 @@ log = logging.getLogger('eagle_jax')
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-  """Milliseconds of the parts of a cycle, in the decode loop: of one device kind, pair, dtype, batch and context."""
+class Times:
+  """Milliseconds of the parts of a cycle, in the decode loop, behind a cache of some size."""
 
-  device: str  # see `device.device_name`
-  target: str
-  drafter: str
-  dtype: str
-  batch: int
-  num_prompt: int  # tokens
+  num_slots: int  # a pass reads them all
   verify_ms: dict[int, float]  # by number of nodes: target pass, verification, commit; 1 node is the plain step
   root_ms: float  # taking in committed text, and drafting the root's children
   draft_ms: dict[int, float]  # by its width: one more level
   whole_ms: dict[str, float]  # whole cycles, by the policy's description
   target_bytes: int  # that a target pass must read: weights, and the cache it attends to
   drafter_bytes: int  # likewise of a drafter's pass
-  bytes_per_s: float  # measured, as are the next
-  flops_per_s: float
-  versions: dict[str, str]
-  date: str
+
+  @classmethod
+  def of(cls, *, verify_ms: Mapping[str, float], draft_ms: Mapping[str, float], **rest: Any) -> 'Times':
+    """From JSON, whose keys are strings."""
+    return cls(verify_ms=_by_size(verify_ms), draft_ms=_by_size(draft_ms), **rest)
 
   def cycle_ms(self, policy: TreePolicy) -> float:
     """Modelled: the sum of the parts, between measured sizes by straight lines."""
@@ -55,6 +51,22 @@ class Parts:
       return self.verify_ms[1]
     drafting = self.root_ms + sum(between(self.draft_ms, width) for width in policy.widths[1:])
     return between(self.verify_ms, policy.num_nodes) + drafting
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What the parts of a cycle take: of one device kind, pair, dtype and batch."""
+
+  device: str  # see `device.device_name`
+  target: str
+  drafter: str
+  dtype: str
+  batch: int
+  times: tuple[Times, ...]  # by the size of the cache, ascending
+  bytes_per_s: float  # measured, as are the next
+  flops_per_s: float
+  versions: dict[str, str]
+  date: str
 
   def floor_ms(self, num_bytes: int, num_rows: int) -> float:
     """What no pass over `num_rows` rows a batch row can go below.
@@ -67,30 +79,43 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Costs(Parts):
-  """And what the pair gains with them, on some questions."""
+  """And what the pair gains with them, on some questions, behind the smallest of the caches."""
 
-  policies: tuple['Rate', ...]  # in real decoding, best first
+  policies: tuple['Rate', ...]  # in real decoding, best first, plain decoding among them
   modelled: tuple['Rate', ...]  # tau by traces, over the sum of the parts
   calibrations: tuple['Calibration', ...]  # by the temperature of the text, ascending
   num_ids: int | None  # size of the draft vocabulary that all this is for; None: the drafter's own
   vocabularies: tuple['Vocabulary', ...]
 
+  @property
+  def speedup(self) -> float:
+    """Of the best policy over plain decoding."""
+    return self.policies[0].tok_per_s / next(rate.tok_per_s for rate in self.policies if rate.kind == 'plain')
+
   def economies(self, policy: Adaptive) -> Economies:
-    """What an adaptive policy reads; its rates are that of the best policy measured, unless it has its own."""
-    rates = [self.policies[0].tok_per_s / self.batch / 1000] * 2
-    if policy.thresholds is not None:
-      rates = [tokens / self.verify_ms[1] for tokens in policy.thresholds]
-    levels = [between(self.draft_ms, width) for width in policy.widths]
-    passes = [between(self.verify_ms, size) for size in policy.sizes]
+    """What an adaptive policy reads; levels and nodes must bring what the best policy yields, unless it says what."""
     knots = sorted({log_q for one in self.calibrations for log_q in one.log_q})
 
-    def economy(one: Calibration) -> Economy:
-      growth = [*one.growth, *[one.growth[-1]] * policy.max_depth][: policy.max_depth]
-      numbers: Any = (*rates, passes, levels, growth, knots, np.interp(knots, one.log_q, one.value))
-      return Economy(*(jnp.asarray(x, jnp.float32) for x in numbers))
+    def prices(times: Times) -> Sequence[Any]:
+      passes = [between(times.verify_ms, size) for size in policy.sizes]
+      return times.verify_ms[1], passes, [between(times.draft_ms, width) for width in policy.widths]
 
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(economy, self.calibrations))
-    return Economies(jnp.asarray([one.temperature for one in self.calibrations], jnp.float32), stacked)
+    def gains(one: Calibration) -> Sequence[Any]:
+      growth = [*one.growth, *[one.growth[-1]] * policy.max_depth][: policy.max_depth]
+      return growth, knots, np.interp(knots, one.log_q, one.value)
+
+    def stacked(*rows: Sequence[Any]) -> list[jax.Array]:
+      return [jnp.asarray(field, jnp.float32) for field in zip(*rows, strict=True)]
+
+    level_tokens, node_tokens = policy.thresholds or (self.speedup, self.speedup)
+    return Economies(
+      jnp.float32(level_tokens),
+      jnp.float32(node_tokens),
+      jnp.asarray([times.num_slots for times in self.times], jnp.float32),
+      Prices(*stacked(*map(prices, self.times))),
+      jnp.asarray([one.temperature for one in self.calibrations], jnp.float32),
+      Gains(*stacked(*map(gains, self.calibrations))),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +154,16 @@ class Calibration:
   temperature: float  # of the text
   log_q: tuple[float, ...]  # ascending, nats
   value: tuple[float, ...]  # share accepted, never falling
-  growth: tuple[float, ...]  # by depth of a frontier: see `economy.Economy`
+  growth: tuple[float, ...]  # by depth of a frontier: see `economy.Gains`
 
   @classmethod
   def of(cls, *, temperature: float, **curves: Sequence[float]) -> 'Calibration':
     """From JSON, whose lists are no tuples."""
     return cls(temperature, **{name: tuple(curve) for name, curve in curves.items()})
+
+
+def _by_size(ms: Mapping[str, float]) -> dict[int, float]:
+  return {int(size): value for size, value in ms.items()}
 
 
 def between(by_size: Mapping[int, float], size: int) -> float:
@@ -147,12 +176,12 @@ def between(by_size: Mapping[int, float], size: int) -> float:
 
 
 def write(costs: Parts, folder: Path | None = None) -> Path:
-  """Stores a measurement in place of an older one of the same device, pair, dtype, batch and context.
+  """Stores a measurement in place of an older one of the same device, pair, dtype and batch.
 
   `find` looks in the default folder of `Costs`; `Parts` alone, which say nothing of a gain, have another.
   """
   folder = folder or cache_folder() / ('costs' if isinstance(costs, Costs) else 'parts')
-  name = f'{costs.device}_{costs.target}_{costs.drafter}_{costs.dtype}_{costs.batch}_{costs.num_prompt}'
+  name = f'{costs.device}_{costs.target}_{costs.drafter}_{costs.dtype}_{costs.batch}'
   path = folder / f'{"".join(c if c.isalnum() else "-" for c in name)}.json'
   with replacing(path) as temporary:
     temporary.write_text(json.dumps({'version': VERSION, **dataclasses.asdict(costs)}, indent=1), encoding='utf-8')
@@ -170,8 +199,8 @@ def _read(path: Path, modified: int) -> Costs | None:
     fields = json.loads(path.read_text(encoding='utf-8'))
     if fields.pop('version') != VERSION:
       raise ValueError(f'not version {VERSION}')
-    fields |= {name: {int(size): ms for size, ms in fields[name].items()} for name in ('verify_ms', 'draft_ms')}
     forms: dict[str, Callable[..., Any]] = {
+      'times': Times.of,
       'policies': Rate,
       'modelled': Rate,
       'vocabularies': Vocabulary,
@@ -197,24 +226,21 @@ def find(*, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
 
 def table(parts: Parts) -> str:
   """What was measured, as Markdown: parts in milliseconds, in plain steps and over their floor; then policies."""
-  rows = [
-    (f'target pass, {size} nodes', ms, parts.floor_ms(parts.target_bytes, size)) for size, ms in parts.verify_ms.items()
-  ]
-  rows += [("root's children", parts.root_ms, parts.floor_ms(parts.drafter_bytes, 1))]
-  rows += [
-    (f'a level of width {width}', ms, parts.floor_ms(parts.drafter_bytes, width))
-    for width, ms in parts.draft_ms.items()
-  ]
-  plain = parts.verify_ms[1]
   lines = [
-    f'{parts.device}, {parts.target} + {parts.drafter}, {parts.dtype}, batch {parts.batch}, context {parts.num_prompt}',
+    f'{parts.device}, {parts.target} + {parts.drafter}, {parts.dtype}, batch {parts.batch}',
     f'{parts.date}: reads {parts.bytes_per_s / 1e9:.1f} GB/s, computes {parts.flops_per_s / 1e9:.0f} GFLOP/s',
-    '',
-    '| part | ms | plain steps | over its floor |',
-    '|---|---|---|---|',
-    *(f'| {name} | {ms:.2f} | {ms / plain:.2f} | {ms / floor:.2f} |' for name, ms, floor in rows),
-    *(f'| whole cycle, {name} | {ms:.2f} | {ms / plain:.2f} | |' for name, ms in parts.whole_ms.items()),
   ]
+  for times in parts.times:
+    passes = [(f'target pass, {size} nodes', ms, times.target_bytes, size) for size, ms in times.verify_ms.items()]
+    root = "root's children", times.root_ms, times.drafter_bytes, 1
+    levels = [(f'a level of width {width}', ms, times.drafter_bytes, width) for width, ms in times.draft_ms.items()]
+    plain = times.verify_ms[1]
+    lines += ['', f'| behind {times.num_slots} slots | ms | plain steps | over its floor |', '|---|---|---|---|']
+    lines += [
+      f'| {name} | {ms:.2f} | {ms / plain:.2f} | {ms / parts.floor_ms(num_bytes, num_rows):.2f} |'
+      for name, ms, num_bytes, num_rows in (*passes, root, *levels)
+    ]
+    lines += [f'| whole cycle, {name} | {ms:.2f} | {ms / plain:.2f} | |' for name, ms in times.whole_ms.items()]
   if isinstance(parts, Costs):
     lines += ['', '| policy | tau | tokens/s |', '|---|---|---|']
     lines += [f'| {one.policy.describe()} | {one.tau:.2f} | {one.tok_per_s:.1f} |' for one in parts.policies]

@@ -93,8 +93,9 @@ class Cycle(NamedTuple):
 
 def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens."""
-  # A batch goes through one program, so it weighs costs as its rows do in the mean.
-  economy = params.economies.at(state.sampling.temperature.mean()) if params.economies else ()
+  economy: Any = ()
+  if params.economies:  # a batch goes through one program, so it weighs costs as its rows do in the mean
+    economy = params.economies.at(num_slots=state.cache.num_slots, temperature=state.sampling.temperature.mean())
   look = outlook(state, economy, spec=spec)
   candidates = spec.drafter.propose(params.drafter, state.drafter, state.root, spec.policy, look)
   sizes = [functools.partial(check, params, state, candidates, num_nodes=n, spec=spec) for n in spec.policy.sizes]

@@ -38,6 +38,11 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.n
   return tokens_BL, length_B
 
 
+def slots_for(num_prompt: int, num_new: int, spec: Spec) -> int:
+  """Cache slots that hold a prompt, new tokens and one path."""
+  return bucket(num_prompt + num_new + spec.max_path)
+
+
 def prefill(
   params: Params,
   tokens_BL,
@@ -97,7 +102,7 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   row_id_B = jnp.asarray(np.arange(batch) if row_ids is None else row_ids, jnp.int32)
   eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
   limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
-  static = {'spec': spec, 'num_slots': bucket(num_prompt + num_new + spec.max_path), 'num_new': num_new}
+  static = {'spec': spec, 'num_slots': slots_for(num_prompt, num_new, spec), 'num_new': num_new}
   return (params, tokens_BL, length_B, row_id_B, sampling, limits), static
 
 

@@ -4,7 +4,7 @@ python launch/cost.py
 
 Times target passes over 1 to 64 nodes and drafter passes of 1 to 10 rows against what memory and arithmetic allow,
 traces the candidates on questions, and decodes with the most promising. The result is stored, in the cache folder, by
-device, pair, dtype, batch and context. With --random_shape, only the times are measured, of weights made up on the
+device, pair, dtype and batch. With --random_shape, only the times are measured, of weights made up on the
 device: python launch/cost.py --random_shape=llama3_8b --dtype=bfloat16 --context=1024 --batch=1 --batch=16
 """
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from eagle_jax import cost
 from eagle_jax.bench import questions, shapes
 from eagle_jax.bench.plots import plot_costs
-from eagle_jax.bench.tune import part_costs, tune
+from eagle_jax.bench.tune import CONTEXTS, part_costs, tune
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
@@ -31,13 +31,15 @@ flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl
 flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
 flags.DEFINE_integer('num_questions', 4, 'Of each task, at most.', lower_bound=1)
 flags.DEFINE_multi_integer('batch', [1], 'Rows decoded together; may be given several times.', lower_bound=1)
-flags.DEFINE_integer('context', 64, 'Tokens before the passes that are timed.', lower_bound=1)
+flags.DEFINE_multi_integer(
+  'context', [*CONTEXTS], 'Tokens before the passes that are timed; may be given several times.', lower_bound=1
+)
 flags.DEFINE_string('out', None, 'Folder of results and plots; default the cache folder, where auto looks.')
 flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, a line a batch.')
 
 
 def main(_):
-  how = {'num_prompt': FLAGS.context, 'progress': functools.partial(tqdm, file=sys.stderr)}
+  how = {'contexts': sorted({*FLAGS.context}), 'progress': functools.partial(tqdm, file=sys.stderr)}
   if FLAGS.random_shape:
     measure = functools.partial(part_costs, *shapes.random_pair(FLAGS.random_shape, dtype=FLAGS.dtype), **how)
   else:

@@ -12,14 +12,18 @@ import tiny
 from eagle_jax import cost, decode, device
 from eagle_jax.bench import shapes, tune
 from eagle_jax.bench.plots import plot_costs
-from eagle_jax.cost import Calibration, Costs, Parts, Rate, Vocabulary, between
+from eagle_jax.cost import Calibration, Costs, Parts, Rate, Times, Vocabulary, between
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
 from eagle_jax.train.replay import Nodes, Traced
 
+SHORT = Times(
+  num_slots=100, verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
+  whole_ms={'chain(max_depth=3)': 18.0}, target_bytes=4000, drafter_bytes=400,
+)  # fmt: skip
+LONG = dataclasses.replace(SHORT, num_slots=300, verify_ms={1: 12.0, 2: 15.0, 4: 21.0, 8: 33.0}, draft_ms={1: 4.0})
 COSTS = Costs(
-  device='x', target='target', drafter='drafter', dtype='float32', batch=1, num_prompt=8,
-  verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
-  whole_ms={'chain(max_depth=3)': 18.0}, target_bytes=4000, drafter_bytes=400, bytes_per_s=1e6, flops_per_s=2e6,
+  device='x', target='target', drafter='drafter', dtype='float32', batch=1, times=(SHORT, LONG),
+  bytes_per_s=1e6, flops_per_s=2e6,
   policies=(
     Rate('adaptive', {'width': 2, 'fanout': 2, 'max_depth': 3, 'num_nodes': 6, 'smaller': [1, 2]}, 200.0, 2.5),
     Rate('plain', {}, 100.0, 1.0),
@@ -27,7 +31,7 @@ COSTS = Costs(
   calibrations=(
     Calibration(0.0, (-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), Calibration(1.0, (-4.0, -1.0), (0.0, 0.6), (0.4,)),
   ), versions={}, date='2026-01-01',
-  modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0),), num_ids=None,
+  modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0), Rate('plain', {}, 100.0, 1.0)), num_ids=None,
   vocabularies=(Vocabulary(64, 0.75, 2.0, 17.0),),
 )  # fmt: skip
 
@@ -43,36 +47,49 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_cycle_is_the_sum_of_its_parts():
-  assert COSTS.cycle_ms(Plain()) == 10
-  assert COSTS.cycle_ms(Chain(1)) == 11 + 1
-  assert COSTS.cycle_ms(Chain(3)) == 13 + 1 + 2 * 2
-  assert COSTS.cycle_ms(DynamicTree(2, 2, 3, 6)) == 17 + 1 + 2 * 3
+  assert SHORT.cycle_ms(Plain()) == 10
+  assert SHORT.cycle_ms(Chain(1)) == 11 + 1
+  assert SHORT.cycle_ms(Chain(3)) == 13 + 1 + 2 * 2
+  assert SHORT.cycle_ms(DynamicTree(2, 2, 3, 6)) == 17 + 1 + 2 * 3
   assert between({1: 10.0, 2: 11.0, 4: 13.0}, 6) == 15
   assert between({1: 7.0}, 6) == 7
 
 
+def economy(policy=COSTS.policies[0].policy, *, num_slots=100, temperature=0.0):
+  return COSTS.economies(policy).at(num_slots=num_slots, temperature=temperature)
+
+
 def test_an_economy_is_what_the_policy_reads():
-  table = COSTS.economies(COSTS.policies[0].policy).at(0.0)
-  np.testing.assert_allclose([table.level_rate, table.node_rate], 0.2)
-  np.testing.assert_allclose(table.verify_ms, [10, 11, 17])
-  np.testing.assert_allclose(table.draft_ms, [2, 3, 3])
-  np.testing.assert_allclose(table.growth, [0.6, 0.5, 0.5])
-  np.testing.assert_allclose(table.values(np.asarray([-3, -1.5, 0, -np.inf])), [0.1, 0.5, 0.9, 0], atol=1e-6)
+  found = economy()
+  np.testing.assert_allclose([found.level_tokens, found.node_tokens], 2)  # the best policy's speedup
+  np.testing.assert_allclose(found.prices.plain_ms, 10)
+  np.testing.assert_allclose(found.prices.verify_ms, [10, 11, 17])
+  np.testing.assert_allclose(found.prices.draft_ms, [2, 3, 3])
+  np.testing.assert_allclose(found.gains.growth, [0.6, 0.5, 0.5])
+  np.testing.assert_allclose(found.gains.values(np.asarray([-3, -1.5, 0, -np.inf])), [0.1, 0.5, 0.9, 0], atol=1e-6)
+
+
+def test_a_larger_cache_has_prices_of_its_own():
+  np.testing.assert_allclose(economy(num_slots=300).prices.verify_ms, [12, 15, 27])
+  np.testing.assert_allclose(economy(num_slots=300).prices.draft_ms, [4, 4, 4])
+  np.testing.assert_allclose(economy(num_slots=150).prices.plain_ms, 10.5)
+  np.testing.assert_allclose(economy(num_slots=500).prices.verify_ms, [14, 19, 37], rtol=1e-6)
+  np.testing.assert_allclose(economy(num_slots=16).prices.verify_ms, [10, 11, 17])
+  np.testing.assert_allclose(economy(num_slots=300).gains.growth, economy().gains.growth)
 
 
 def test_sampled_text_has_values_of_its_own():
-  tables = COSTS.economies(COSTS.policies[0].policy)
   log_q = np.asarray([-4, -2.5, -1, 0])
-  np.testing.assert_allclose(tables.at(1.0).values(log_q), [0, 0.3, 0.6, 0.6], atol=1e-6)
-  np.testing.assert_allclose(tables.at(1.0).growth, [0.4, 0.4, 0.4])
-  np.testing.assert_allclose(tables.at(1.5).growth, [0.4, 0.4, 0.4])
-  np.testing.assert_allclose(tables.at(0.25).values(log_q)[-1], 0.75 * 0.9 + 0.25 * 0.6, atol=1e-6)
-  np.testing.assert_allclose(tables.at(0.25).verify_ms, tables.at(0.0).verify_ms)
+  np.testing.assert_allclose(economy(temperature=1.0).gains.values(log_q), [0, 0.3, 0.6, 0.6], atol=1e-6)
+  np.testing.assert_allclose(economy(temperature=1.0).gains.growth, [0.4, 0.4, 0.4])
+  np.testing.assert_allclose(economy(temperature=1.5).gains.growth, [0.4, 0.4, 0.4])
+  np.testing.assert_allclose(economy(temperature=0.25).gains.values(log_q)[-1], 0.75 * 0.9 + 0.25 * 0.6, atol=1e-6)
+  np.testing.assert_allclose(economy(temperature=0.25).prices.verify_ms, economy().prices.verify_ms)
 
 
 def test_thresholds_are_tokens_a_plain_step():
-  table = COSTS.economies(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2))).at(0.0)
-  np.testing.assert_allclose([table.level_rate, table.node_rate], [0.3, 0.2])  # a plain step takes 10 ms
+  found = economy(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2)))
+  np.testing.assert_allclose([found.level_tokens, found.node_tokens], [3, 2])
   with pytest.raises(ValueError, match='two numbers'):
     Adaptive(2, 2, 3, 6, thresholds=(1,))
 
@@ -91,6 +108,8 @@ def test_what_is_stored_is_found(here):
 def test_a_table_shows_everything():
   text = cost.table(COSTS)
   assert '| target pass, 8 nodes | 21.00 | 2.10 | 2.62 |' in text
+  assert '| behind 300 slots |' in text
+  assert '| target pass, 8 nodes | 33.00 | 2.75 | 4.12 |' in text
   assert '| 2.50 | 200.0 |' in text
   assert '| 64 | 75.0% | 2.00 | 17.00 |' in text
 
@@ -144,7 +163,7 @@ def test_a_floor_is_memory_for_few_rows_and_arithmetic_for_many():
 def test_damaged_costs_are_left_aside(here, damage, caplog):
   path = cost.write(COSTS)
   fields = json.loads(path.read_text())
-  del fields['draft_ms']
+  del fields['times']
   path.write_text(json.dumps(fields) if damage is None else damage)
   with caplog.at_level(logging.WARNING, 'eagle_jax'):
     assert cost.find(target='target', drafter='drafter', dtype='float32', batch=1) is None
@@ -159,16 +178,16 @@ def test_auto_takes_what_was_fastest(here, caplog):
     cost.write(COSTS)
     params, spec = decode.build(target, drafter)
   assert spec.policy == Adaptive(2, 2, 3, 6, smaller=(1, 2))
-  np.testing.assert_allclose(params.economies.economy.level_rate, 0.2)
+  np.testing.assert_allclose(params.economies.level_tokens, 2)
   assert '200.0 tokens/s when measured' in caplog.text
-  cost.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))
+  cost.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))  # plain decoding is the best of them
   assert decode.build(target, drafter)[1].policy == Plain()
 
 
 @pytest.mark.parametrize(('tok_per_s', 'work'), [(1e-6, (6, 3)), (1e9, (1, 1))])
 def test_an_adaptive_policy_does_what_pays_and_says_how_much(here, tok_per_s, work):
   fastest = dataclasses.replace(COSTS.policies[0], tok_per_s=tok_per_s)
-  costs = dataclasses.replace(COSTS, policies=(fastest,))
+  costs = dataclasses.replace(COSTS, policies=(fastest, COSTS.policies[1]))
   out = decode.generate(tiny.target(), tiny.drafter(), [[1, 2, 3], [4]], max_new_tokens=9, costs=costs)
   assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == work
 
@@ -186,13 +205,13 @@ def test_a_pair_is_tuned(here, monkeypatch):
     monkeypatch.setattr(tune, name, value)
   monkeypatch.setattr(tune, 'CANDIDATES', (Chain(1), DynamicTree(2, 2, 2, 4)))
   monkeypatch.setattr(tune, 'bytes_per_s', lambda: 1e9)
-  costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], num_prompt=8, max_new_tokens=8)
-  assert set(costs.verify_ms) == {1, 2, 4}
-  assert set(costs.draft_ms) == {1, 2}
+  costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], contexts=(8, 40), max_new_tokens=8)
+  assert [times.num_slots for times in costs.times] == [16, 48]
+  assert all((set(times.verify_ms), set(times.draft_ms)) == ({1, 2, 4}, {1, 2}) for times in costs.times)
   assert [one.temperature for one in costs.calibrations] == [0, 1]
   assert all(list(one.value) == sorted(one.value) for one in costs.calibrations)
   assert {one.kind for one in costs.policies} >= {'plain', 'adaptive'}
-  assert {one.policy for one in costs.modelled} == {Chain(1), DynamicTree(2, 2, 2, 4)}
+  assert {one.policy for one in costs.modelled} == {Plain(), Chain(1), DynamicTree(2, 2, 2, 4)}
   assert [one.num_ids for one in costs.vocabularies] == [97, 48]
   assert costs.num_ids in (97, 48)
   assert costs.vocabularies[0].coverage == 1

@@ -12,7 +12,7 @@ from eagle_jax import cache as kv_cache
 from eagle_jax import sampling
 from eagle_jax.config import TargetConfig
 from eagle_jax.draft import Outlook
-from eagle_jax.draft.economy import Economy, best_size, is_level_worth
+from eagle_jax.draft.economy import Economy, Gains, Prices, best_size, is_level_worth
 from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.loop import num_rows
@@ -329,29 +329,30 @@ def test_the_best_size_gains_most(seed):
   is_live_B = rng.random(B) < 0.7
   knots = np.linspace(-4, 0, 5).astype(np.float32)
   verify_ms = np.cumsum(rng.random(4)).astype(np.float32)
-  table = Economy(
-    *map(jnp.asarray, (np.float32(9), np.float32(0.6), verify_ms, verify_ms, verify_ms, knots, np.exp(knots)))
-  )
+  prices = Prices(jnp.float32(2.0), jnp.asarray(verify_ms), jnp.zeros(3))
+  gains = Gains(jnp.ones(3), jnp.asarray(knots), jnp.exp(knots))
+  economy = Economy(jnp.float32(9), jnp.float32(1.2), prices, gains)
   gains = []
   for size, ms in zip(sizes, verify_ms, strict=True):
     values = [np.interp(np.sort(row[1:])[::-1][: size - 1], knots, np.exp(knots)) for row in log_q_BA]
     used = [np.sort(row[1:])[::-1][: size - 1] > -np.inf for row in log_q_BA]
     gain = [(v * u).sum() - 0.6 * ms for v, u in zip(values, used, strict=True)]
     gains.append(np.asarray(gain)[is_live_B].sum())
-  chosen = int(best_size(table, jnp.asarray(log_q_BA), jnp.asarray(is_live_B), sizes=sizes))
+  chosen = int(best_size(economy, jnp.asarray(log_q_BA), jnp.asarray(is_live_B), sizes=sizes))
   assert gains[chosen] >= max(gains) - 1e-5
 
 
 def test_a_level_is_worth_what_its_frontier_promises():
   knots = jnp.asarray([-2.0, 0.0])
   draft_ms, growth = jnp.asarray([0.0, 2.0, 2.0]), jnp.asarray([1.0, 0.5, 1.0])
-  table = Economy(jnp.float32(0.5), jnp.float32(9), jnp.zeros(1), draft_ms, growth, knots, jnp.exp(knots))
+  prices = Prices(jnp.float32(4.0), jnp.zeros(1), draft_ms)
+  table = Economy(jnp.float32(2.0), jnp.float32(9), prices, Gains(growth, knots, jnp.exp(knots)))
   live_B, frontier_BW = jnp.asarray([True, False]), jnp.asarray([[0.0, 0.0], [-jnp.inf, 0.0]])
-  assert not is_level_worth(table, frontier_BW, live_B, depth=1)  # 0.5 x 2 against 0.5 x 2
+  assert not is_level_worth(table, frontier_BW, live_B, depth=1)  # 0.5 x 2 against 2 x 2 / 4
   assert is_level_worth(table, frontier_BW, live_B, depth=2)
   assert not is_level_worth(table, jnp.full((2, 2), -jnp.inf), live_B, depth=2)
   np.testing.assert_allclose(
-    table.values(jnp.asarray([0.0, -jnp.inf, -9.0, -1.0])), [1, 0, np.exp(-2), (1 + np.exp(-2)) / 2]
+    table.gains.values(jnp.asarray([0.0, -jnp.inf, -9.0, -1.0])), [1, 0, np.exp(-2), (1 + np.exp(-2)) / 2]
   )
 
 

@@ -11,7 +11,7 @@ import pytest
 import oracle
 from eagle_jax import loop
 from eagle_jax.cache import NewRows
-from eagle_jax.draft.economy import Economies, Economy
+from eagle_jax.draft.economy import Economies, Gains, Prices
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
@@ -232,37 +232,56 @@ def test_a_drafter_that_forgets_costs_speed_and_no_text():
 ADAPTIVE = Adaptive(3, 3, 3, 8, smaller=(1, 2, 4))
 
 
-def economies(rates: dict[float, float]) -> Economies:
-  """By temperature: nodes are worth what the oracle's drafter says; a node costs 0.1 ms and a level 0.3."""
-  log_q = jnp.linspace(-8.0, 0.0, 9)
-  verify_ms = 1 + 0.1 * jnp.asarray(ADAPTIVE.sizes, jnp.float32)
-  draft_ms, growth = jnp.full(3, 0.3), jnp.full(3, 0.8)
-  of_rate = [Economy(rate, rate, verify_ms, draft_ms, growth, log_q, jnp.exp(log_q)) for rate in rates.values()]
-  return Economies(jnp.asarray([*rates]), jax.tree.map(lambda *x: jnp.stack([*map(jnp.asarray, x)]), *of_rate))
+def economies(*, tokens: float = 2.0, dear: dict[str, list[float]] | None = None) -> Economies:
+  """Nodes are worth what the oracle's drafter says; a node costs 0.1 plain steps and a level 0.3.
+
+  Args:
+    tokens: what a plain step's time must bring.
+    dear: at 'num_slots' or 'temperature', pairs (there, prices times this or gains divided by it).
+  """
+  pairs = {'num_slots': [(0.0, 1.0)], 'temperature': [(0.0, 1.0)]} | (dear or {})
+  (slots, times), (temperatures, over) = (np.asarray(pairs[name], np.float32).T for name in pairs)
+  verify_ms = 1 + 0.1 * np.asarray(ADAPTIVE.sizes, np.float32)
+  log_q = np.linspace(-8, 0, 9, dtype=np.float32)
+  prices = Prices(np.ones_like(times), np.outer(times, verify_ms), np.outer(times, np.full(3, 0.3)))
+  gains = Gains(np.outer(1 / over, np.full(3, 0.8)), np.tile(log_q, (len(over), 1)), np.outer(1 / over, np.exp(log_q)))
+  return jax.tree.map(jnp.float32, Economies(tokens, tokens, slots, prices, temperatures, gains))
 
 
 @pytest.mark.parametrize('sampling', SAMPLINGS, ids=str)
 @pytest.mark.parametrize('rate', [0.0, 1.0, 2.0, 5.0, 1e6])
 def test_a_tree_cut_to_what_pays_changes_no_text(sampling, rate):
-  tokens, num_accepted = run(ADAPTIVE, economies=economies({0.0: rate}), **sampling)
+  tokens, num_accepted = run(ADAPTIVE, economies=economies(tokens=rate), **sampling)
   assert tokens == plain(sampling)
   check_counts(tokens, num_accepted)
 
 
 def test_what_costs_nothing_is_done_and_what_costs_too_much_is_not():
   full = run(DynamicTree(3, 3, 3, 8), **SAMPLED)[1]
-  accepted = {rate: run(ADAPTIVE, economies=economies({0.0: rate}), **SAMPLED)[1] for rate in (0.0, 2.0, 5.0, 1e6)}
+  accepted = {rate: run(ADAPTIVE, economies=economies(tokens=rate), **SAMPLED)[1] for rate in (0.0, 2.0, 5.0, 1e6)}
   by_rate = {rate: sum(map(sum, num_accepted)) for rate, num_accepted in accepted.items()}
   assert by_rate[0.0] == sum(map(sum, full))
   assert by_rate[0.0] > by_rate[2.0] > by_rate[5.0] >= by_rate[1e6] == 0
 
 
 def test_costs_are_weighed_as_for_text_of_the_temperature_asked_for():
-  only_greedy, only_sampled = economies({0.0: 0.0, 0.5: 1e6}), economies({0.0: 1e6, 0.5: 0.0})
+  only_greedy, only_sampled = (
+    economies(dear={'temperature': [(0.0, greedy), (0.5, sampled)]}) for greedy, sampled in ((1, 1e6), (1e6, 1))
+  )
   assert sum(map(sum, run(ADAPTIVE, economies=only_greedy, **SAMPLED)[1])) == 0
   assert sum(map(sum, run(ADAPTIVE, economies=only_sampled)[1])) == 0
   assert sum(map(sum, run(ADAPTIVE, economies=only_greedy)[1])) > 0
   assert sum(map(sum, run(ADAPTIVE, economies=only_sampled, **SAMPLED)[1])) > 0
+
+
+def test_costs_are_weighed_as_behind_the_cache_at_hand():
+  only_small, only_large = (
+    economies(dear={'num_slots': [(500.0, small), (800.0, large)]}) for small, large in ((1, 1e6), (1e6, 1))
+  )
+  assert sum(map(sum, run(ADAPTIVE, economies=only_small)[1])) > 0
+  assert sum(map(sum, run(ADAPTIVE, economies=only_large)[1])) == 0
+  assert sum(map(sum, run(ADAPTIVE, economies=only_small, max_new_tokens=600)[1])) == 0
+  assert sum(map(sum, run(ADAPTIVE, economies=only_large, max_new_tokens=600)[1])) > 0
 
 
 # Planted faults: the oracle must notice each.

@@ -52,23 +52,24 @@ def plot_costs(costs: Parts, path: Path) -> None:
     path: where the PNG file goes.
   """
   with _figure(path, 'rows: tree nodes, or width of a level', 'ms') as axes:
-    passes = (
-      ('target pass', costs.verify_ms, costs.target_bytes),
-      ('drafted level', costs.draft_ms, costs.drafter_bytes),
-    )
-    for name, measured, num_bytes in passes:
-      (line,) = axes.plot([*measured], [*measured.values()], marker='o', label=name)
-      floor = [costs.floor_ms(num_bytes, rows) for rows in measured]
-      axes.plot([*measured], floor, ls=':', color=line.get_color(), label=f'{name}, floor')
+    for times in costs.times:
+      passes = (
+        ('target pass', times.verify_ms, times.target_bytes),
+        ('drafted level', times.draft_ms, times.drafter_bytes),
+      )
+      for name, measured, num_bytes in passes:
+        label = f'{name} behind {times.num_slots} slots'
+        (line,) = axes.plot([*measured], [*measured.values()], marker='o', label=label)
+        floor = [costs.floor_ms(num_bytes, rows) for rows in measured]
+        axes.plot([*measured], floor, ls=':', color=line.get_color(), label=f'{label}, floor')
     axes.set_xscale('log', base=2)
     axes.legend()
   if not isinstance(costs, Costs):
     return
   with _figure(path.with_stem(f'{path.stem}_speedup'), 'num_nodes', 'times plain decoding') as axes:
-    decoded = {rate.kind: rate.tok_per_s for rate in costs.policies}
-    plain = {'modelled': 1000 * costs.batch / costs.verify_ms[1], 'decoded': decoded['plain']}
     for name, rates in (('modelled', costs.modelled), ('decoded', costs.policies)):
-      points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain[name]) for rate in rates)
+      plain = next(rate.tok_per_s for rate in rates if rate.kind == 'plain')
+      points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain) for rate in rates)
       axes.plot(*zip(*points, strict=True), marker='o', ls='', label=name)
     axes.axhline(1, color='0.7', lw=1)
     axes.set_xscale('log', base=2)

@@ -13,14 +13,14 @@ import numpy as np
 
 from eagle_jax.bench.calibration import Said, examples
 from eagle_jax.bench.measure import warm
-from eagle_jax.cost import Calibration, Costs, Parts, Rate, Vocabulary
+from eagle_jax.cost import Calibration, Costs, Parts, Rate, Times, Vocabulary
 from eagle_jax.decode import build, generate
 from eagle_jax.device import bytes_per_s, device_name, flops_per_s
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop
-from eagle_jax.prefill import prepare, run_prefill
+from eagle_jax.prefill import prepare, run_prefill, slots_for
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, using
 from eagle_jax.state import Params, Spec
@@ -40,6 +40,7 @@ NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, bes
 TEMPERATURES = (0.0, 1.0)  # of the texts that paths are valued on, the first of which rates are measured on
 NUM_KNOTS = 12
 NUM_HALVINGS = 3  # of the draft vocabulary
+CONTEXTS = (64, 960)  # tokens
 NUM_CYCLES = 16
 NUM_ROUNDS = 6
 
@@ -96,17 +97,40 @@ def cycles_ms(
 
 
 def part_costs(
-  target: Target, drafter: Drafter, *, batch: int = 1, num_prompt: int = 64, progress: Callable = lambda x, **_: x
+  target: Target,
+  drafter: Drafter,
+  *,
+  batch: int = 1,
+  contexts: Sequence[int] = CONTEXTS,
+  progress: Callable = lambda x, **_: x,
 ) -> Parts:
   """Times the parts of a cycle.
-
-  A level costs what six more of them add to a cycle; the root's share is what a chain of one adds to verification.
 
   Args:
     target, drafter: the pair.
     batch: rows decoded together.
-    num_prompt: context that the parts are timed at, tokens.
+    contexts: tokens before the passes that are timed, ascending.
     progress: wraps what takes long, as tqdm does.
+  """
+  dtype = str(target.params['embed']['weight'].dtype)
+  return Parts(
+    device=device_name(),
+    target=target.config.name,
+    drafter=drafter.config.name,
+    dtype=dtype,
+    batch=batch,
+    times=tuple(times(target, drafter, batch=batch, num_prompt=context, progress=progress) for context in contexts),
+    bytes_per_s=bytes_per_s(),
+    flops_per_s=flops_per_s(dtype),
+    versions={name: version(name) for name in ('eagle_jax', 'jax', 'jaxlib')},
+    date=datetime.date.today().isoformat(),
+  )
+
+
+def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, progress: Callable) -> Times:
+  """The parts of a cycle behind one context.
+
+  A level costs what six more of them add to a cycle; the root's share is what a chain of one adds to verification.
   """
   params, spec = build(target, drafter, policy=Chain(1))
 
@@ -123,26 +147,17 @@ def part_costs(
   forms |= {(width, depth): form(DynamicTree(width, width, depth, 3)) for width in widths for depth in (2, 8)}
   forms |= {policy.describe(): form(policy) for policy in (Chain(1), *whole)}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_prompt), spec.drafter.init(batch, num_prompt)))
+  num_slots = slots_for(num_prompt, NUM_CYCLES, spec)
+  caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_slots), spec.drafter.init(batch, num_slots)))
   target_bytes, drafter_bytes = bytes_read(params, *caches, has_tied_head=target.config.tied_head)
-  dtype = str(target.params['embed']['weight'].dtype)
-  return Parts(
-    device=device_name(),
-    target=target.config.name,
-    drafter=drafter.config.name,
-    dtype=dtype,
-    batch=batch,
-    num_prompt=num_prompt,
+  return Times(
+    num_slots=num_slots,
     verify_ms={size: ms['verify', size] for size in NUM_NODES},
     root_ms=max(ms[Chain(1).describe()] - ms['verify', 2], 0.0),
     draft_ms={width: max(ms[width, 8] - ms[width, 2], 0.0) / 6 for width in widths},
     whole_ms={policy.describe(): ms[policy.describe()] for policy in whole},
     target_bytes=target_bytes,
     drafter_bytes=drafter_bytes,
-    bytes_per_s=bytes_per_s(),
-    flops_per_s=flops_per_s(dtype),
-    versions={name: version(name) for name in ('eagle_jax', 'jax', 'jaxlib')},
-    date=datetime.date.today().isoformat(),
   )
 
 
@@ -194,20 +209,20 @@ def tune(
   prompts: Sequence[Sequence[int]],
   *,
   batch: int = 1,
-  num_prompt: int = 64,
+  contexts: Sequence[int] = CONTEXTS,
   max_new_tokens: int = 64,
   progress: Callable = lambda x, **_: x,
 ) -> Costs:
   """Chooses a draft vocabulary, times the parts of a cycle, and finds which policy is fastest.
 
-  All of `CANDIDATES` are traced, and their rates modelled; the most promising decode the prompts, and adaptive trees
-  like them.
+  All of `CANDIDATES` are traced, and their rates modelled, behind the first context; the most promising decode the
+  prompts, and adaptive trees like them.
 
   Args:
     target, drafter: the pair.
     prompts: token ids; what the gain is measured on, so of the kind that will come.
     batch: rows decoded together.
-    num_prompt: context that the parts are timed at, tokens.
+    contexts: tokens before the passes that are timed, ascending.
     max_new_tokens: an answer.
     progress: wraps what takes long, as tqdm does.
   """
@@ -217,17 +232,21 @@ def tune(
   }
   answers = answers_by_temperature[0.0]
   num_rows = min(8, len(answers))
-  tried = vocabularies(target, drafter, answers, batch=batch, num_prompt=num_prompt, progress=progress)
+  tried = vocabularies(target, drafter, answers, batch=batch, num_prompt=contexts[0], progress=progress)
   num_ids = max(tried, key=lambda one: one.tau / one.cycle_ms).num_ids
   drafter = drafter.first_ids(num_ids)
-  parts = part_costs(target, drafter, batch=batch, num_prompt=num_prompt, progress=progress)
+  parts = part_costs(target, drafter, batch=batch, contexts=contexts, progress=progress)
   traces = {
     policy: trace(target, drafter, answers, policy=policy, num_rows=num_rows)
     for policy in progress(CANDIDATES, desc='traces')
     if max(policy.fanouts) <= num_ids
   }
-  rates = {policy: 1000 * batch * traces[policy].tau / parts.cycle_ms(policy) for policy in traces}
-  ranked = sorted(traces, key=lambda policy: -rates[policy])
+  tau = {policy: traced.tau for policy, traced in traces.items()} | {Plain(): 1.0}
+  rates = [
+    Rate.of(policy, tok_per_s=1000 * batch * tau[policy] / parts.times[0].cycle_ms(policy), tau=tau[policy])
+    for policy in tau
+  ]
+  modelled = tuple(sorted(rates, key=lambda rate: -rate.tok_per_s))
   widest = max(traces, key=lambda policy: policy.num_nodes)
 
   def calibrated(temperature: float, said: Sequence[Example]) -> Calibration:
@@ -235,7 +254,6 @@ def tune(
     nodes, traced = observe(target, drafter, said, **how), trace(target, drafter, said, **how)
     return calibration(nodes, traced, temperature=temperature)
 
-  modelled = tuple(Rate.of(policy, tok_per_s=rates[policy], tau=traces[policy].tau) for policy in ranked)
   costs = Costs(
     **vars(parts),
     policies=modelled,
@@ -244,7 +262,8 @@ def tune(
     num_ids=num_ids,
     vocabularies=tried,
   )
-  chosen = [Plain(), *ranked[:NUM_TIMED], *adaptive_forms(costs)]
+  drafting = [rate.policy for rate in modelled if rate.kind != 'plain']
+  chosen = [Plain(), *drafting[:NUM_TIMED], *adaptive_forms(costs)]
   how: Any = {'batch': batch, 'max_new_tokens': max_new_tokens, 'costs': costs, 'progress': progress}
   return dataclasses.replace(costs, policies=decoded(target, drafter, prompts, chosen, **how))
 
@@ -266,7 +285,7 @@ def vocabularies(
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:
   """Adaptive trees around the best fixed one, a chain and a bushy one; each size more is a target pass to compile."""
-  best = costs.policies[0].policy
+  best = costs.modelled[0].policy
   max_depth = max(best.max_depth, 4)
   return [
     Adaptive(width, width, max_depth, num_nodes, smaller=(1, num_nodes // 2))

@@ -1,24 +1,29 @@
 """How large a tree pays, decided at every step: the tokens that a level or a node may bring, against its time.
 
-Decoding yields some `rate` of tokens a millisecond. A node whose value (the probability that it is accepted) is below
-`rate` x the time it adds costs more tokens than it brings; so does a level. With the rate of the best policy itself,
-that rule maximises tokens over time (Dinkelbach's method for ratios). CAST sets such rates by hand, one for levels and
-one for nodes (SYSTEMS.md section 2.10): `policy.Adaptive.thresholds`.
+Decoding yields some number of tokens in the time of a plain step. A node whose value (the probability that it is
+accepted) is below that number x the plain steps that it adds costs more tokens than it brings; so does a level. With
+the number that the best policy itself yields, its speedup, that rule maximises tokens over time (Dinkelbach's method
+for ratios). CAST sets such numbers by hand, one for levels and one for nodes (SYSTEMS.md section 2.10):
+`policy.Adaptive.thresholds`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-class Economy(NamedTuple):
-  """What `policy.Adaptive` reads, for text of one temperature. Traced: other measurements compile nothing."""
+class Prices(NamedTuple):
+  """What drafting and verifying take, behind a cache of some size. Milliseconds."""
 
-  level_rate: jax.Array  # [] f32, tokens a millisecond of a row that a level must bring
-  node_rate: jax.Array  # [] f32, and that nodes must
+  plain_ms: jax.Array  # [] f32, a step of plain decoding
   verify_ms: jax.Array  # [M] f32, a target pass over each of the policy's sizes
   draft_ms: jax.Array  # [D] f32, drafting the children of the frontier at depth d; the first is never left out
+
+
+class Gains(NamedTuple):
+  """What they bring, in text of some temperature."""
+
   growth: jax.Array  # [D] f32, what nodes below a frontier at depth d bring, over the summed values of the frontier
   log_q: jax.Array  # [X] f32, ascending, nats
   value: jax.Array  # [X] f32, the share of nodes with a path of that log-probability that are accepted
@@ -28,16 +33,37 @@ class Economy(NamedTuple):
     return jnp.where(log_q > -jnp.inf, jnp.interp(log_q, self.log_q, self.value), 0)
 
 
+class Economy(NamedTuple):
+  """What `policy.Adaptive` reads. Traced: other measurements compile nothing."""
+
+  level_tokens: jax.Array  # [] f32, what a level must bring a row, for each plain step's time that it takes
+  node_tokens: jax.Array  # [] f32, and what nodes must
+  prices: Prices
+  gains: Gains
+
+
 class Economies(NamedTuple):
-  """What was measured on texts of several temperatures: sampled text accepts less of the same confidence."""
+  """What was measured behind caches of several sizes, and in texts of several temperatures."""
 
+  level_tokens: jax.Array  # as in `Economy`
+  node_tokens: jax.Array
+  num_slots: jax.Array  # [L] f32, ascending
+  prices: Prices  # every field with a leading axis L
   temperature: jax.Array  # [C] f32, ascending
-  economy: Economy  # every field with a leading axis C
+  gains: Gains  # every field with a leading axis C
 
-  def at(self, temperature: jax.Array) -> Economy:
-    """For text of a temperature, [] f32: between those measured by straight lines, beyond them as at the nearest."""
-    share_C = jax.vmap(lambda own_C: jnp.interp(temperature, self.temperature, own_C))(jnp.eye(len(self.temperature)))
-    return jax.tree.map(lambda x: jnp.tensordot(share_C, x, axes=1, precision='highest'), self.economy)
+  def at(self, *, num_slots: Any, temperature: jax.Array) -> Economy:
+    """Between what was measured by straight lines; temperatures beyond it as at the nearest, larger caches along the
+    last line, since attention reads every slot."""
+    prices = _between(self.num_slots, self.prices, num_slots, right='extrapolate')
+    gains = _between(self.temperature, self.gains, temperature)
+    return Economy(self.level_tokens, self.node_tokens, prices, gains)
+
+
+def _between(knots_X: jax.Array, measured: Any, x: Any, *, right: str | None = None) -> Any:
+  """A pytree of what was measured at the knots, at `x`; leading axes X."""
+  share_X = jax.vmap(lambda own_X: jnp.interp(x, knots_X, own_X, right=right))(jnp.eye(len(knots_X)))
+  return jax.tree.map(lambda each: jnp.tensordot(share_X, each, axes=1, precision='highest'), measured)
 
 
 def best_size(economy: Economy, log_q_BA: jax.Array, is_live_B: jax.Array, *, sizes: tuple[int, ...]) -> jax.Array:
@@ -50,9 +76,10 @@ def best_size(economy: Economy, log_q_BA: jax.Array, is_live_B: jax.Array, *, si
     sizes: ascending, static, none above A.
   """
   best_BA, _ = jax.lax.top_k(log_q_BA, sizes[-1])
-  value_BA = economy.values(best_BA).at[:, 0].set(0)  # the root itself is no gain
+  value_BA = economy.gains.values(best_BA).at[:, 0].set(0)  # the root itself is no gain
   total_A = jnp.cumsum(jnp.where(is_live_B[:, None], value_BA, 0).sum(axis=0))
-  gain_M = total_A[jnp.asarray(sizes) - 1] - economy.node_rate * economy.verify_ms * is_live_B.sum().astype(jnp.float32)
+  steps_M = economy.prices.verify_ms / economy.prices.plain_ms
+  gain_M = total_A[jnp.asarray(sizes) - 1] - economy.node_tokens * steps_M * is_live_B.sum().astype(jnp.float32)
   return jnp.argmax(gain_M).astype(jnp.int32)
 
 
@@ -65,6 +92,7 @@ def is_level_worth(economy: Economy, log_q_BW: jax.Array, is_live_B: jax.Array, 
     is_live_B: [B] bool.
     depth: static.
   """
-  value_B = jnp.where(is_live_B, economy.values(log_q_BW).sum(axis=1), 0)
-  cost = economy.level_rate * economy.draft_ms[depth] * is_live_B.sum().astype(jnp.float32)
-  return economy.growth[depth] * value_B.sum() > cost
+  value_B = jnp.where(is_live_B, economy.gains.values(log_q_BW).sum(axis=1), 0)
+  steps = economy.prices.draft_ms[depth] / economy.prices.plain_ms
+  cost = economy.level_tokens * steps * is_live_B.sum().astype(jnp.float32)
+  return economy.gains.growth[depth] * value_B.sum() > cost
