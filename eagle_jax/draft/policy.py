@@ -150,7 +150,7 @@ class Adaptive(DynamicTree):
   Attributes:
     smaller: sizes that a target pass may have instead of `num_nodes`, root included, ascending; 1 verifies no draft.
     thresholds: tokens that the time of a plain step must bring when it is spent on levels, and on nodes (CAST,
-      SYSTEMS.md section 2.10); None for the rate of the fastest policy measured, which is best on average.
+      SYSTEMS.md section 2.10); None for the speedup of the fastest policy measured, which is best on average.
   """
 
   smaller: tuple[int, ...] = (1,)
