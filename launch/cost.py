@@ -30,10 +30,8 @@ flags.DEFINE_enum('random_shape', None, shapes.NAMES, 'Time a pair of this shape
 flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl files, what the gain is measured on.')
 flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
 flags.DEFINE_integer('num_questions', 4, 'Of each task, at most.', lower_bound=1)
-flags.DEFINE_multi_integer('batch', [1], 'Rows decoded together; may be given several times.', lower_bound=1)
-flags.DEFINE_multi_integer(
-  'context', [*CONTEXTS], 'Tokens before the passes that are timed; may be given several times.', lower_bound=1
-)
+flags.DEFINE_multi_integer('batch', [1], 'Rows decoded together; may be repeated.', lower_bound=1)
+flags.DEFINE_multi_integer('context', [*CONTEXTS], 'Tokens before what is timed; may be repeated.', lower_bound=1)
 flags.DEFINE_string('out', None, 'Folder of results and plots; default the cache folder, where auto looks.')
 flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, a line a batch.')
 
