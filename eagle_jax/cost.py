@@ -90,7 +90,7 @@ class Costs(Parts):
   @property
   def speedup(self) -> float:
     """Of the best policy over plain decoding."""
-    return self.policies[0].tok_per_s / next(rate.tok_per_s for rate in self.policies if rate.kind == 'plain')
+    return self.policies[0].tok_per_s / plain_tok_per_s(self.policies)
 
   def economies(self, policy: Adaptive) -> Economies:
     """What an adaptive policy reads; levels and nodes must bring what the best policy yields, unless it says what."""
@@ -107,7 +107,7 @@ class Costs(Parts):
     def stacked(*rows: Sequence[Any]) -> list[jax.Array]:
       return [jnp.asarray(field, jnp.float32) for field in zip(*rows, strict=True)]
 
-    level_tokens, node_tokens = policy.thresholds or (self.speedup, self.speedup)
+    level_tokens, node_tokens = policy.thresholds or (self.speedup,) * 2
     return Economies(
       jnp.float32(level_tokens),
       jnp.float32(node_tokens),
@@ -160,6 +160,11 @@ class Calibration:
   def of(cls, *, temperature: float, **curves: Sequence[float]) -> 'Calibration':
     """From JSON, whose lists are no tuples."""
     return cls(temperature, **{name: tuple(curve) for name, curve in curves.items()})
+
+
+def plain_tok_per_s(rates: Sequence[Rate]) -> float:
+  """Of plain decoding, which is among them."""
+  return next(rate.tok_per_s for rate in rates if rate.kind == 'plain')
 
 
 def _by_size(ms: Mapping[str, float]) -> dict[int, float]:

@@ -330,8 +330,7 @@ def test_the_best_size_gains_most(seed):
   knots = np.linspace(-4, 0, 5).astype(np.float32)
   verify_ms = np.cumsum(rng.random(4)).astype(np.float32)
   prices = Prices(jnp.float32(2.0), jnp.asarray(verify_ms), jnp.zeros(3))
-  gains = Gains(jnp.ones(3), jnp.asarray(knots), jnp.exp(knots))
-  economy = Economy(jnp.float32(9), jnp.float32(1.2), prices, gains)
+  economy = Economy(jnp.float32(9), jnp.float32(1.2), prices, Gains(jnp.ones(3), jnp.asarray(knots), jnp.exp(knots)))
   gains = []
   for size, ms in zip(sizes, verify_ms, strict=True):
     values = [np.interp(np.sort(row[1:])[::-1][: size - 1], knots, np.exp(knots)) for row in log_q_BA]

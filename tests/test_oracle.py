@@ -232,7 +232,7 @@ def test_a_drafter_that_forgets_costs_speed_and_no_text():
 ADAPTIVE = Adaptive(3, 3, 3, 8, smaller=(1, 2, 4))
 
 
-def economies(*, tokens: float = 2.0, dear: dict[str, list[float]] | None = None) -> Economies:
+def economies(*, tokens: float = 2.0, dear: dict[str, list[tuple[float, float]]] | None = None) -> Economies:
   """Nodes are worth what the oracle's drafter says; a node costs 0.1 plain steps and a level 0.3.
 
   Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_jax.cost import Costs, Parts
+from eagle_jax.cost import Costs, Parts, plain_tok_per_s
 from eagle_jax.weights.files import replacing
 
 
@@ -68,8 +68,7 @@ def plot_costs(costs: Parts, path: Path) -> None:
     return
   with _figure(path.with_stem(f'{path.stem}_speedup'), 'num_nodes', 'times plain decoding') as axes:
     for name, rates in (('modelled', costs.modelled), ('decoded', costs.policies)):
-      plain = next(rate.tok_per_s for rate in rates if rate.kind == 'plain')
-      points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain) for rate in rates)
+      points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain_tok_per_s(rates)) for rate in rates)
       axes.plot(*zip(*points, strict=True), marker='o', ls='', label=name)
     axes.axhline(1, color='0.7', lw=1)
     axes.set_xscale('log', base=2)
