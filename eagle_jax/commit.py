@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.cache import NewRows, append
-from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.state import DecodeState, Limits, Spec
 from eagle_jax.verify import Verdict
 
 
@@ -21,16 +21,14 @@ def num_emitted(token_P: jax.Array, num_ready: jax.Array, room: jax.Array, limit
   return jnp.minimum(jnp.minimum(num_ready, first_eos + 1), room).astype(jnp.int32)
 
 
-def commit(
-  params: Params, state: DecodeState, verdict: Verdict, taps_P: Any, rows: NewRows, *, spec: Spec
-) -> DecodeState:
+def commit(state: DecodeState, verdict: Verdict, rows: NewRows, followed: Any, *, spec: Spec) -> DecodeState:
   """Emits each live row's accepted tokens and bonus, appends their rows to both caches, ends rows.
 
   Args:
-    params: the drafter's are read, to absorb what was emitted.
     state: before the step.
     verdict: a row each, [B, ...] fields.
-    taps_P, rows: what the target showed along each row's path, arrays [..., B, P], and what its cache takes of it.
+    rows: what the target's cache takes along each row's path, [B, G, P, K].
+    followed: what the drafter makes of the path.
     spec: static.
   """
   room_B = state.limits.max_new_tokens - state.num_tokens
@@ -40,15 +38,13 @@ def commit(
   emitted_B = jnp.where(state.is_done, 0, emitted_B)
   newest_B = jnp.take_along_axis(verdict.token, jnp.maximum(emitted_B - 1, 0)[:, None], axis=1, mode='clip')[:, 0]
 
-  # A row absorbs (feature of a path node, token after it): the drafter's one-token shift.
-  drafter = spec.drafter.absorb(params.drafter, state.drafter, verdict.token, taps_P, emitted_B)
   num_tokens_B = state.num_tokens + emitted_B
   is_over_B = (num_tokens_B >= state.limits.max_new_tokens) | is_eos(newest_B, state.limits)
   write_row = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
   num_accepted_B1 = jnp.minimum(verdict.num_accepted, emitted_B)[:, None]  # an EOS in the path cuts the bonus too
   return state._replace(
     cache=append(state.cache, rows, emitted_B),
-    drafter=drafter,
+    drafter=spec.drafter.absorb(state.drafter, followed, emitted_B),
     root=jnp.where(state.is_done, state.root, newest_B),
     tokens=write_row(state.tokens, verdict.token, state.num_tokens),
     num_tokens=num_tokens_B,

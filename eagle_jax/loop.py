@@ -45,12 +45,12 @@ def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, m
 
 
 class Checked(NamedTuple):
-  """What a target pass over trees decided, and what it showed along the accepted paths."""
+  """What a target pass over trees decided, and what both caches may take along the accepted paths."""
 
   tree: DraftTree  # [B, T] fields
   verdict: Verdict
-  taps: Any  # [..., B, P]
-  rows: NewRows  # [B, G, P, K]
+  rows: NewRows  # [B, G, P, K], of the target's cache
+  followed: Any  # what the drafter makes of the path
 
 
 def num_rows(num_nodes: int, batch: int, *, min_rows: int = 1) -> int:
@@ -65,7 +65,10 @@ def num_rows(num_nodes: int, batch: int, *, min_rows: int = 1) -> int:
 
 
 def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nodes: int, spec: Spec) -> Checked:
-  """rerank -> target pass -> verify, for trees of `num_nodes`; the result has the shapes of the policy's largest."""
+  """rerank -> target pass -> verify -> the drafter's pass along the path, for trees of `num_nodes`.
+
+  The result has the shapes of the policy's largest.
+  """
   max_depth = spec.policy.max_depth
   tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(candidates)
   full = padded(tree, num_rows(num_nodes, tree.token.shape[0], min_rows=spec.min_rows))
@@ -74,7 +77,22 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
   taps, rows = spec.target.forward(params.target, full.token, position_BT, mask_BTT, state.cache)
   logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_rows(full, logits_VBT, state, max_depth=max_depth)
-  return Checked(padded(tree, spec.policy.num_nodes), verdict, at_rows(taps, verdict.path), rows.at(verdict.path))
+
+  def follow(num_rows: int):  # a row is (feature of a path node, token after it): the drafter's one-token shift
+    shown = at_rows(taps, verdict.path[:, :num_rows])
+    return spec.drafter.follow(params.drafter, state.drafter, verdict.token[:, :num_rows], shown)
+
+  followed = _padded_like(follow(min(num_nodes, spec.max_path)), jax.eval_shape(lambda: follow(spec.max_path)))
+  return Checked(padded(tree, spec.policy.num_nodes), verdict, rows.at(verdict.path), followed)
+
+
+def _padded_like(small: Any, large: Any) -> Any:
+  """A pytree with zeros behind every axis that is longer in `large`."""
+
+  def pad(x, like):
+    return jnp.pad(x, [(0, there - here) for here, there in zip(x.shape, like.shape, strict=True)])
+
+  return jax.tree.map(pad, small, large)
 
 
 def num_drafted(candidates: Candidates, policy: TreePolicy) -> jax.Array:
@@ -102,7 +120,7 @@ def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   is_live_B = ~state.is_done
   best = spec.policy.best_size(economy, candidates.log_q, is_live_B)
   checked = jax.lax.switch(best, sizes) if len(sizes) > 1 else sizes[0]()
-  after = commit(params, state, checked.verdict, checked.taps, checked.rows, spec=spec)
+  after = commit(state, checked.verdict, checked.rows, checked.followed, spec=spec)
   num_nodes = state.num_nodes + jnp.where(is_live_B, jnp.asarray(spec.policy.sizes, jnp.int32)[best], 0)
   num_levels = state.num_levels + jnp.where(is_live_B, num_drafted(candidates, spec.policy), 0)
   return Cycle(after._replace(num_nodes=num_nodes, num_levels=num_levels).constrained(), checked)

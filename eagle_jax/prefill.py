@@ -124,13 +124,12 @@ def run_prefill(
   logits_VB = spec.target.logits(params.target, newest)[..., 0]
   root_B = jax.vmap(choose, in_axes=(1, sampling.row_axes(), 0, 0))(logits_VB, sampling, row_id_B, length_B)
 
-  drafter = spec.drafter.init(batch, num_slots)
   next_BL = jnp.roll(tokens_BL, -1, axis=1).at[jnp.arange(batch), length_B - 1].set(root_B, mode='clip')
-  drafter = spec.drafter.absorb(params.drafter, drafter, next_BL, taps, length_B)
+  followed = spec.drafter.follow(params.drafter, spec.drafter.init(batch, 0), next_BL, taps)
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
     cache=append(spec.target.init_cache(batch, num_slots), rows, length_B),
-    drafter=drafter,
+    drafter=spec.drafter.absorb(spec.drafter.init(batch, num_slots), followed, length_B),
     root=root_B,
     tokens=jnp.zeros((batch, num_new + spec.max_path), jnp.int32).at[:, 0].set(root_B),
     num_tokens=one_B,

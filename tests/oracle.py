@@ -97,12 +97,16 @@ class OracleDrafter:
   def init(self, batch: int, num_slots: int) -> Memory:
     return Memory(jnp.zeros(batch, jnp.uint32), jnp.zeros(batch, jnp.int32))
 
-  def absorb(self, params, state: Memory, token_BP, taps: Taps, count_B) -> Memory:
+  def follow(self, params, state: Memory, token_BP, taps: Taps) -> tuple[jax.Array, jax.Array]:
+    return token_BP, unpack(taps.feature)
+
+  def absorb(self, state: Memory, followed, count_B) -> Memory:
+    token_BP, hash_BP = followed
     index_1P = jnp.arange(token_BP.shape[1])[None]
     part_BP = ingredient(token_BP, state.position[:, None] + 1 + index_1P)
     added_B = jnp.where(index_1P < count_B[:, None], part_BP, jnp.uint32(0)).sum(axis=1, dtype=jnp.uint32)
     # A prompt's own first token comes to no drafter as a token: only through its feature.
-    first_B = jnp.where(state.position == 0, unpack(taps.feature[:, :, 0]), jnp.uint32(0))
+    first_B = jnp.where(state.position == 0, hash_BP[:, 0], jnp.uint32(0))
     return Memory(state.hash + first_B + added_B, state.position + count_B)
 
   def propose(self, params, state: Memory, root_B, policy, outlook):

@@ -413,6 +413,11 @@ def test_choose_is_gumbel_max_of_what_is_kept():
     np.testing.assert_array_equal(choose(logits_V, how, jnp.int32(3), position_n), perturbed_nV.argmax(axis=1))
 
 
+def test_of_equal_logits_the_first_is_chosen():
+  logits_V = jnp.asarray([0.5, -jnp.inf, 2.0, 1.0, 2.0, 2.0])
+  assert sampling.choose(logits_V, sampling.Sampling.of(), jnp.int32(0), jnp.int32(0)) == 2
+
+
 @pytest.mark.parametrize(
   ('num_nodes', 'batch', 'wanted'),
   [

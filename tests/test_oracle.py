@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from eagle_jax import loop
 from eagle_jax.cache import NewRows
 from eagle_jax.draft.economy import Economies, Gains, Prices
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, StaticTree
+from eagle_jax.prefill import prepare, run_prefill
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 from eagle_jax.verify import verify
@@ -71,9 +73,9 @@ class RandomTrees(oracle.OracleDrafter):
 class Forgetful(oracle.OracleDrafter):
   """Planted fault: misses the last token of every absorbed path that is longer than one."""
 
-  def absorb(self, params, state, token_BP, taps, count_B):
+  def absorb(self, state, followed, count_B):
     is_path_B = (state.position > 0) & (count_B > 1)
-    right, wrong = (super(Forgetful, self).absorb(params, state, token_BP, taps, c) for c in (count_B, count_B - 1))
+    right, wrong = (super(Forgetful, self).absorb(state, followed, c) for c in (count_B, count_B - 1))
     return jax.tree.map(lambda r, w: jnp.where(is_path_B, w, r), right._replace(position=right.position), wrong)
 
 
@@ -254,6 +256,18 @@ def test_a_tree_cut_to_what_pays_changes_no_text(sampling, rate):
   tokens, num_accepted = run(ADAPTIVE, economies=economies(tokens=rate), **sampling)
   assert tokens == plain(sampling)
   check_counts(tokens, num_accepted)
+
+
+@pytest.mark.parametrize('rate', [0.0, 2.0, 1e6])
+def test_the_drafter_remembers_the_text_after_trees_of_any_size(rate):
+  """Small trees have short paths, on which the drafter's pass is short too."""
+  params, spec = oracle.build(ADAPTIVE, vocab_size=VOCAB, economies=economies(tokens=rate))
+  (prompt,), sampling = PROMPTS[:1], Sampling.of(**SAMPLED)
+  limits: Any = {'max_new_tokens': NUM_NEW, 'sampling': sampling, 'row_ids': ROW_IDS[:1], 'eos_ids': ()}
+  arguments, static = prepare(params, np.asarray([prompt]), np.asarray([len(prompt)]), spec=spec, **limits)
+  state = loop.decode_loop(params, run_prefill(*arguments, **static), spec=spec)
+  text_L = jnp.asarray([*prompt, *state.tokens[0, :NUM_NEW].tolist()])
+  assert state.drafter.hash[0] == oracle.ingredient(text_L, jnp.arange(len(text_L))).sum(dtype=jnp.uint32)
 
 
 def test_what_costs_nothing_is_done_and_what_costs_too_much_is_not():

@@ -123,7 +123,7 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed, temperature):
   reference, state = Reference(params64), eagle.init(2, NUM_SLOTS + 512)
   rng = np.random.default_rng(seed)
   noise_dVB = temperature * jax.random.gumbel(jax.random.key(seed), (max_depth, CONFIG.vocab_size, 2))
-  absorb = jax.jit(eagle.absorb)
+  follow, absorb = jax.jit(eagle.follow), jax.jit(eagle.absorb)
   outlook = Outlook(lambda depth, token_U: noise_dVB[depth - 1, token_U], lambda depth, log_q_BW: True)
   propose = jax.jit(functools.partial(eagle.propose, policy=policy, outlook=outlook))
   num_padded = PROMPT_LEN + 2
@@ -133,7 +133,7 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed, temperature):
     token_BP = rng.integers(0, CONFIG.vocab_size, (2, num_padded)).astype(np.int32)
     count_B = jnp.asarray([count, count - 1])
     taps = Taps(jnp.asarray(feature_DBP, jnp.float32))
-    state = absorb(params, state, jnp.asarray(token_BP), taps, count_B)
+    state = absorb(state, follow(params, state, jnp.asarray(token_BP), taps), count_B)
     root_B = jnp.take_along_axis(jnp.asarray(token_BP), count_B[:, None] - 1, axis=1)[:, 0]
     tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(propose(params, state, root_B))
     root = int(token_BP[0, count - 1])

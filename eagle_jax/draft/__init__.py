@@ -26,13 +26,21 @@ class DraftNetwork(Protocol):
     """The state before any text, a pytree."""
     ...
 
-  def absorb(self, params, state, token_BP: jax.Array, taps: Any, count_B: jax.Array) -> Any:
-    """Takes in committed text.
+  def follow(self, params, state, token_BP: jax.Array, taps: Any) -> Any:
+    """Reads on along target rows that may be committed, and keeps nothing: a pytree for `absorb`.
 
     Args:
       token_BP: [B, P] i32, the token *after* each of P target rows.
       taps: what the target showed at those rows, arrays [..., B, P].
-      count_B: [B] i32, how many of the P count; the rest is padding. 0 leaves a row as it is.
+    """
+    ...
+
+  def absorb(self, state, followed: Any, count_B: jax.Array) -> Any:
+    """Takes in what was committed.
+
+    Args:
+      followed: what `follow` returned; where P stands in a shape it may be larger, for padding.
+      count_B: [B] i32, how many of the P rows count. 0 leaves a batch row as it is.
     """
     ...
 

@@ -48,7 +48,10 @@ class NoDrafter:
   def init(self, batch: int, num_slots: int) -> Any:
     return ()
 
-  def absorb(self, params, state, token_BP, taps, count_B) -> Any:
+  def follow(self, params, state, token_BP, taps) -> Any:
+    return ()
+
+  def absorb(self, state, followed, count_B) -> Any:
     return state
 
   def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:

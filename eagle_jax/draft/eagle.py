@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache
+from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.grow import Children, Frontier, grow
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import Appending, DecoderLayer, Linear, Mix, OverCache, Rotation, embed, head_logits
+from eagle_jax.target.layers import DecoderLayer, Linear, Mix, OverCache, Rotation, embed, head_logits
 from eagle_jax.tree import Candidates
 
 
@@ -41,6 +41,13 @@ class EagleState(NamedTuple):
 
   cache: KVCache  # one layer; a row for every committed token
   feature: jax.Array  # [D, B], the drafter's output at the newest row: it predicts the root's first children
+
+
+class Followed(NamedTuple):
+  """What the drafter made of P target rows that may be committed."""
+
+  out: jax.Array  # [D, B, P]
+  rows: NewRows  # one layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +108,22 @@ class Eagle:
     mix = OverCache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier)
     return self.rows(params, token_BT, feature_DBT, position_BT, mix)
 
-  def absorb(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
-    """Takes in the first `count` of P committed rows a batch row; see `draft.DraftNetwork.absorb`."""
-    cache = state.cache
-    position_BP = cache.length[:, None] + jnp.arange(token_BP.shape[1])[None]
-    mix = Appending(cache.keys[0], cache.values[0], cache.length)
-    out_DBP, (keys, values) = self.rows(params, token_BP, self.enter(params, taps), position_BP, mix)
+  def follow(self, params, state: EagleState, token_BP, taps) -> Followed:
+    """Each row sees the text and all up to itself; see `draft.DraftNetwork.follow`."""
+    batch, num_rows = token_BP.shape
+    position_BP = state.cache.length[:, None] + jnp.arange(num_rows)[None]
+    causal_BPP = jnp.broadcast_to(jnp.tri(num_rows, dtype=bool), (batch, num_rows, num_rows))
+    feature_DBP = self.enter(params, taps)
+    out_DBP, (keys, values) = self.forward(params, token_BP, feature_DBP, position_BP, causal_BPP, state.cache)
+    return Followed(out_DBP, NewRows((keys,), (values,)))
+
+  def absorb(self, state: EagleState, followed: Followed, count_B) -> EagleState:
+    """Keeps the first `count` rows a batch row; see `draft.DraftNetwork.absorb`."""
     newest_B = jnp.maximum(count_B - 1, 0)
-    newest_DB = jnp.take_along_axis(out_DBP, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
+    newest_DB = jnp.take_along_axis(followed.out, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
     feature_DB = constrain(jnp.where(count_B > 0, newest_DB, state.feature), ('width', 'batch'))
-    return EagleState(KVCache((keys,), (values,), constrain_rows(cache.length + count_B)), feature_DB)
+    cache = kv_cache.append(state.cache, followed.rows, count_B)
+    return EagleState(cache._replace(length=constrain_rows(cache.length)), feature_DB)
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, outlook: Outlook) -> Candidates:
     """Grows every row's candidates."""

@@ -10,8 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from eagle_jax import cache as kv_cache
-
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
 FEW_ROWS = 16
 
@@ -168,26 +166,6 @@ class OverCache(NamedTuple):
     weight = jax.nn.softmax(jnp.concatenate([score_BGJTS, score_BGJTM], axis=-1))
     out_BGJTK = mixed(weight[..., :num_slots], self.values) + mixed(weight[..., num_slots:], v_BGMK)
     return out_BGJTK, (k_BGMK, v_BGMK)
-
-
-class Appending(NamedTuple):
-  """Attention of a text's next T rows, written behind the committed ones first: each sees all up to itself.
-
-  Memory: keys and values [B, G, S, K] with the rows in them. A row's own attention would otherwise read the cache after
-  its key is known, and XLA would copy the cache to write that key.
-  """
-
-  keys: jax.Array  # [B, G, S, K], one layer of the cache
-  values: jax.Array  # [B, G, S, K]
-  length: jax.Array  # [B] i32, committed rows
-
-  def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, Any]:
-    keys = kv_cache.write(self.keys, k_BGTK, self.length)
-    values = kv_cache.write(self.values, v_BGTK, self.length)
-    position_BT = self.length[:, None] + jnp.arange(q_BGJTK.shape[3])[None]
-    visible_BTS = jnp.arange(keys.shape[2]).reshape(1, 1, -1) <= position_BT[..., None]
-    score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, keys), HIDDEN)
-    return mixed(jax.nn.softmax(score_BGJTS), values), (keys, values)
 
 
 class Attention(nn.Module):

@@ -45,8 +45,10 @@ class Recorder(NoDrafter):
   def init(self, batch: int, num_slots: int) -> Recording:
     return Recording(jnp.zeros((batch, 1, num_slots, self.width), jnp.float32), jnp.zeros(batch, jnp.int32))
 
-  def absorb(self, params, state: Recording, token_BP, taps, count_B) -> Recording:
-    feature_B1PD = taps.feature[: self.width].transpose(1, 2, 0)[:, None].astype(jnp.float32)
+  def follow(self, params, state: Recording, token_BP, taps) -> jax.Array:
+    return taps.feature[: self.width].transpose(1, 2, 0)[:, None].astype(jnp.float32)
+
+  def absorb(self, state: Recording, feature_B1PD: jax.Array, count_B) -> Recording:
     return Recording(kv_cache.write(state.feature, feature_B1PD, state.length), state.length + count_B)
 
 

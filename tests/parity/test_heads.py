@@ -18,7 +18,6 @@ import torch
 import tiny
 from eagle_jax import decode, hub
 from eagle_jax.draft.policy import DynamicTree
-from eagle_jax.target.layers import Appending
 from eagle_jax.target.transformer import Taps
 from eagle_jax.weights.safetensors import write_safetensors
 
@@ -149,16 +148,14 @@ def our_outputs(target, drafter, token, taps, drafted):
   """Outputs [n, D] of the prefix and of one drafted token after another, and their logits [n, U]."""
   params, spec = decode.build(target, drafter, policy=DynamicTree(2, 2, 2, 4))
   network, params = spec.drafter, params.drafter
-  cache = network.init(1, 32).cache
-  position = jnp.arange(len(token))[None]
-  mix = Appending(cache.keys[0], cache.values[0], cache.length)
-  out, (keys, values) = network.rows(params, jnp.asarray(token)[None], network.enter(params, taps), position, mix)
-  cache = cache._replace(keys=(keys,), values=(values,), length=cache.length + len(token))
-  outputs, earlier, feature = [out], None, out[..., -1:]
+  state = network.init(1, 32)
+  followed = network.follow(params, state, jnp.asarray(token)[None], taps)
+  state = network.absorb(state, followed, jnp.asarray([len(token)]))
+  outputs, earlier, feature = [followed.out], None, state.feature[..., None]
   for number, new in enumerate(drafted):
     mask = jnp.ones((1, 1, number + 1), bool)
     rows = jnp.asarray([[new]]), network.feed(params, feature), jnp.asarray([[len(token) + number]]), mask
-    feature, earlier = network.forward(params, *rows, cache, earlier)
+    feature, earlier = network.forward(params, *rows, state.cache, earlier)
     outputs.append(feature)
   out_Dn = jnp.concatenate(outputs, axis=-1)[:, 0]
   return np.asarray(out_Dn.T), np.asarray((params['head'] @ network.read(params, out_Dn)).T)
