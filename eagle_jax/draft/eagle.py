@@ -122,6 +122,8 @@ class Eagle:
     newest_B = jnp.maximum(count_B - 1, 0)
     newest_DB = jnp.take_along_axis(followed.out, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
     feature_DB = constrain(jnp.where(count_B > 0, newest_DB, state.feature), ('width', 'batch'))
+    # The same count; but it hangs on the output now, so what `append` writes waits for all that read the cache.
+    count_B = jnp.where(jnp.isnan(newest_DB).any(axis=0), jnp.maximum(count_B, 0), count_B)
     cache = kv_cache.append(state.cache, followed.rows, count_B)
     return EagleState(cache._replace(length=constrain_rows(cache.length)), feature_DB)
 
