@@ -29,7 +29,6 @@ def flops_per_s(dtype: str) -> float:
   return jax.device_count() * 2 * size**3 / _seconds(product, square, square)
 
 
-@functools.cache
 def bytes_per_s() -> float:
   """Bytes a second that all devices together read from memory, in a product of a large matrix and a vector: the best of
   a few. A plain decoding step is little else."""

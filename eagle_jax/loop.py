@@ -78,9 +78,9 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
   logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_rows(full, logits_VBT, state, max_depth=max_depth)
 
-  def follow(num_rows: int):  # a row is (feature of a path node, token after it): the drafter's one-token shift
-    shown = at_rows(taps, verdict.path[:, :num_rows])
-    return spec.drafter.follow(params.drafter, state.drafter, verdict.token[:, :num_rows], shown)
+  def follow(num_path: int):  # a row is (feature of a path node, token after it): the drafter's one-token shift
+    shown = at_rows(taps, verdict.path[:, :num_path])
+    return spec.drafter.follow(params.drafter, state.drafter, verdict.token[:, :num_path], shown)
 
   followed = _padded_like(follow(min(num_nodes, spec.max_path)), jax.eval_shape(lambda: follow(spec.max_path)))
   return Checked(padded(tree, spec.policy.num_nodes), verdict, rows.at(verdict.path), followed)
