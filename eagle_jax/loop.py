@@ -82,7 +82,10 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
     shown = at_rows(taps, verdict.path[:, :num_path])
     return spec.drafter.follow(params.drafter, state.drafter, verdict.token[:, :num_path], shown)
 
-  followed = _padded_like(follow(min(num_nodes, spec.max_path)), jax.eval_shape(lambda: follow(spec.max_path)))
+  num_path = min(num_nodes, spec.max_path)
+  followed = follow(num_path)
+  if num_path < spec.max_path:
+    followed = _padded_like(followed, jax.eval_shape(lambda: follow(spec.max_path)))
   return Checked(padded(tree, spec.policy.num_nodes), verdict, rows.at(verdict.path), followed)
 
 
