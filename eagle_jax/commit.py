@@ -46,7 +46,7 @@ def commit(state: DecodeState, verdict: Verdict, rows: NewRows, followed: Any, *
     cache=append(state.cache, rows, emitted_B),
     drafter=spec.drafter.absorb(state.drafter, followed, emitted_B),
     root=jnp.where(state.is_done, state.root, newest_B),
-    tokens=write_row(state.tokens, verdict.token, state.num_tokens),
+    text=write_row(state.text, verdict.token, state.cache.length + 1),
     num_tokens=num_tokens_B,
     num_accepted=write_row(state.num_accepted, num_accepted_B1, state.num_passes),
     num_passes=state.num_passes + (~state.is_done).astype(jnp.int32),

@@ -146,7 +146,8 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
     head_UD = own['head']['weight']
   else:
     head_UD = place(target.head_VD[ids_U], 'head') if 'ids' in own else target.head_VD
-  return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U}
+  whole = {'whole_head': target.head_VD} if 'ids' in own and 'head' not in own else {}
+  return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}
 
 
 def _resolve(policy: str | TreePolicy, drafter: Drafter | None, costs: Costs | None) -> TreePolicy:
@@ -160,7 +161,7 @@ def _resolve(policy: str | TreePolicy, drafter: Drafter | None, costs: Costs | N
     return best.policy
   if policy == 'auto':
     # Few rows where a row costs much, the paper's tree where rows are nearly free.
-    guess = Chain(3) if jax.default_backend() == 'cpu' else DynamicTree()
+    guess = Chain(3, lookup=True) if jax.default_backend() == 'cpu' else DynamicTree(lookup=True)
     log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
     return guess
   if isinstance(policy, Adaptive) and costs is None:
@@ -220,9 +221,14 @@ def generate(
     run, loop_compile_s = _LOOP.compile(params, state, spec=spec)
     start = time.perf_counter()
     state = run(params, state)
-    tokens_BN, num_accepted_BN, work = jax.device_get((state.tokens, state.num_accepted, Work.of(state)))
+    text_BS, root_B, num_accepted_BN, work = jax.device_get(
+      (state.text, state.cache.length, state.num_accepted, Work.of(state))
+    )
     decode_s = time.perf_counter() - start
-  tokens = [row[:length].tolist() for row, length in zip(tokens_BN, work.num_tokens, strict=True)]
+  tokens = [
+    row[root + 1 - num_new : root + 1].tolist()
+    for row, root, num_new in zip(text_BS, root_B, work.num_tokens, strict=True)
+  ]
   num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, work.num_passes, strict=True)]
   seconds = {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
   text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
@@ -320,10 +326,11 @@ class Stream(Iterator[Chunk]):
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
     """What the newest step added, and whether it was the last."""
-    tokens_1N, num_accepted_1N, is_done, work = jax.device_get(
-      (state.tokens, state.num_accepted, state.is_done, Work.of(state))
+    text_1S, (root,), num_accepted_1N, is_done, work = jax.device_get(
+      (state.text, state.cache.length, state.num_accepted, state.is_done, Work.of(state))
     )
-    tokens = tokens_1N[0, self._work.num_tokens[0] : work.num_tokens[0]].tolist()
+    num_new = int(work.num_tokens[0] - self._work.num_tokens[0])
+    tokens = text_1S[0, root + 1 - num_new : root + 1].tolist()
     self._work = work
     num_passes = int(work.num_passes[0])
     text = ''

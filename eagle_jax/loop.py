@@ -11,6 +11,7 @@ import numpy as np
 from eagle_jax.cache import NewRows
 from eagle_jax.commit import at_rows, commit
 from eagle_jax.draft import Outlook
+from eagle_jax.draft.lookup import Lookup
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import choose, perturbation
 from eagle_jax.state import DecodeState, Params, Spec
@@ -19,16 +20,16 @@ from eagle_jax.verify import Verdict, verify
 
 
 def outlook(state: DecodeState, economy: Any, *, spec: Spec) -> Outlook:
-  """What drafters may know: the noise that the target will add to its logits, and which levels pay."""
+  """What drafters may know: the noise that the target will add to its logits, which levels pay, and the text."""
 
-  def noise(depth: int, token_U: jax.Array) -> jax.Array:
-    of_rows = jax.vmap(perturbation, (state.sampling.row_axes(), 0, 0, None), out_axes=1)
-    return of_rows(state.sampling, state.row_id, state.cache.length + depth, token_U)
+  def noise(depth: int, token_UB: jax.Array) -> jax.Array:
+    of_rows = jax.vmap(perturbation, (state.sampling.row_axes(), 0, 0, 1), out_axes=1)
+    return of_rows(state.sampling, state.row_id, state.cache.length + depth, token_UB)
 
   def is_level_worth(depth: int, log_q_BW: jax.Array):
     return spec.policy.is_level_worth(economy, log_q_BW, ~state.is_done, depth=depth)
 
-  return Outlook(noise, is_level_worth)
+  return Outlook(noise, is_level_worth, Lookup(state.text, state.cache.length) if spec.policy.lookup else None)
 
 
 def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, max_depth: int) -> Verdict:
@@ -153,6 +154,7 @@ def result(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
   """
   num_new = state.num_accepted.shape[1]
   index_1N = jnp.arange(num_new)[None]
-  tokens_BN = jnp.where(index_1N < state.num_tokens[:, None], state.tokens[:, :num_new], -1)
+  new_BN = jnp.take_along_axis(state.text, state.num_prompt[:, None] + index_1N, axis=1, mode='clip')
+  tokens_BN = jnp.where(index_1N < state.num_tokens[:, None], new_BN, -1)
   num_accepted_BN = jnp.where(index_1N < state.num_passes[:, None], state.num_accepted, -1)
   return tokens_BN, state.num_tokens, num_accepted_BN

@@ -131,7 +131,7 @@ def run_prefill(
     cache=append(spec.target.init_cache(batch, num_slots), rows, length_B),
     drafter=spec.drafter.absorb(spec.drafter.init(batch, num_slots), followed, length_B),
     root=root_B,
-    tokens=jnp.zeros((batch, num_new + spec.max_path), jnp.int32).at[:, 0].set(root_B),
+    text=jnp.pad(tokens_BL, ((0, 0), (0, num_slots + 1 - num_prompt))).at[jnp.arange(batch), length_B].set(root_B),
     num_tokens=one_B,
     num_accepted=jnp.zeros((batch, num_new), jnp.int32),
     num_passes=0 * one_B,

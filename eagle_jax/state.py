@@ -63,7 +63,7 @@ class DecodeState(NamedTuple):
   cache: KVCache  # the target's
   drafter: Any  # the drafter's own
   root: jax.Array  # [B] i32
-  tokens: jax.Array  # [B, N + P] i32, emitted tokens; past `num_tokens` lies scratch
+  text: jax.Array  # [B, S + 1] i32, prompt and emitted tokens, by position; past the root lies scratch
   num_tokens: jax.Array  # [B] i32, emitted, at most max_new_tokens
   num_accepted: jax.Array  # [B, N] i32, drafted tokens emitted by each target pass; past `num_passes` lies scratch
   num_passes: jax.Array  # [B] i32, decode steps in which the row was live; prefill is none
@@ -74,11 +74,16 @@ class DecodeState(NamedTuple):
   sampling: Sampling
   limits: Limits
 
+  @property
+  def num_prompt(self) -> jax.Array:
+    """[B] i32: all that was emitted is in the cache, but for the root."""
+    return self.cache.length + 1 - self.num_tokens
+
   def constrained(self) -> 'DecodeState':
     """The same, every row on its mesh axis: what a step returns lies as what it took, so one program runs them all."""
     by_row = (
       'root',
-      'tokens',
+      'text',
       'num_tokens',
       'num_accepted',
       'num_passes',

@@ -32,7 +32,7 @@ TARGET = TargetConfig(**SIZES, num_layers=1, max_context=128)
 DRAFTER = DrafterConfig(**SIZES)
 EAGLE3 = Eagle3Config(**SIZES, target_width=32, taps=(0, 0, 0))
 MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x model: (devices, num_model)
-POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8)}
+POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8, lookup=True)}
 SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top_k': 12, 'seed': 5}}
 BATCHES = (8, 1)
 FAMILIES = {

@@ -87,6 +87,11 @@ class Memory(NamedTuple):
   position: jax.Array  # [B] i32, of the newest token
 
 
+def every_token(vocab_size: int, batch: int) -> jax.Array:
+  """[V, B] i32"""
+  return jnp.broadcast_to(jnp.arange(vocab_size)[:, None], (vocab_size, batch))
+
+
 @dataclasses.dataclass(frozen=True)
 class OracleDrafter:
   """A `draft.DraftNetwork` whose trees hold the target's own next token with probability `hit` at each node."""
@@ -115,7 +120,8 @@ class OracleDrafter:
       if depth > 0:
         hash_BW = jnp.take_along_axis(parents_BW, frontier.parent_slot, axis=1)
         hash_BW += ingredient(frontier.token, jnp.broadcast_to(state.position[:, None] + depth, frontier.token.shape))
-      return self.children(hash_BW, outlook.noise(depth + 1, jnp.arange(self.vocab_size)), fanout), hash_BW
+      noise_VB = outlook.noise(depth + 1, every_token(self.vocab_size, len(root_B)))
+      return self.children(hash_BW, noise_VB, fanout), hash_BW
 
     return grow(step, state.hash[:, None], root_B, policy, outlook)
 

@@ -423,7 +423,7 @@ def test_a_draft_vocabulary_drafts_only_its_ids_and_changes_no_text(target, draf
   assert out.tokens == plain.tokens
   params, spec = decode.build(target, small, policy=SMALL)
   state = spec.drafter.init(1, 32)
-  outlook = Outlook(lambda depth, token_U: jnp.zeros((len(token_U), 1)), lambda depth, log_q_BW: True)
+  outlook = Outlook(lambda depth, token_UB: jnp.zeros(token_UB.shape), lambda depth, log_q_BW: True)
   candidates = spec.drafter.propose(params.drafter, state, jnp.array([5]), SMALL, outlook)
   assert set(candidates.token[0, 1:].tolist()) <= set(ids.tolist())
   with pytest.raises(ValueError, match='10 children.*draft vocabulary has 8 ids'):

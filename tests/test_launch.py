@@ -43,6 +43,7 @@ def launch(name, *flags, cache=None):
     (['--prompt=hello', '--target=no-such-model'], "Unknown target 'no-such-model'"),
     ([], 'Give either --prompt or --batch_file'),
     (['--prompt=hello', '--policy=static', '--width=3'], "takes no ['width']"),
+    (['--prompt=hello', '--lookup'], "takes no ['lookup']"),
     (['--batch_file=no/such/file'], 'No file of prompts at no/such/file'),
   ],
 )

@@ -22,7 +22,7 @@ from eagle_jax.verify import verify
 from oracle import numpy_keep
 
 SEEDS = range(20)
-ALWAYS = Outlook(noise=lambda depth, token_U: jnp.zeros(0), is_level_worth=lambda depth, log_q_BW: True)
+ALWAYS = Outlook(noise=lambda depth, token_UB: jnp.zeros(0), is_level_worth=lambda depth, log_q_BW: True)
 POLICIES = (
   DynamicTree(), DynamicTree(3, 4, 3, 11), DynamicTree(1, 2, 4, 9), DynamicTree(4, 1, 3, 4), Chain(3), StaticTree(),
   StaticTree([(0,), (1,), (1, 0)]), StaticTree([(3,), (1,), (3, 2), (1, 0), (1, 4), (1, 4, 1)]),

@@ -44,8 +44,8 @@ class RandomTrees(oracle.OracleDrafter):
   """Another random tree for every row and step: unused nodes, twins and any shape that a policy never grows."""
 
   def propose(self, params, state, root_B, policy, outlook):
-    token_V = jnp.arange(self.vocab_size)
-    noise_PVB = jnp.stack([outlook.noise(depth, token_V) for depth in range(1, policy.max_depth + 1)])
+    token_VB = oracle.every_token(self.vocab_size, len(root_B))
+    noise_PVB = jnp.stack([outlook.noise(depth, token_VB) for depth in range(1, policy.max_depth + 1)])
     return jax.vmap(functools.partial(self._row, policy), (0, 0, 2))(state, root_B, noise_PVB)
 
   def _row(self, policy, state, root, noise_PV):
@@ -266,7 +266,7 @@ def test_the_drafter_remembers_the_text_after_trees_of_any_size(rate):
   limits: Any = {'max_new_tokens': NUM_NEW, 'sampling': sampling, 'row_ids': ROW_IDS[:1], 'eos_ids': ()}
   arguments, static = prepare(params, np.asarray([prompt]), np.asarray([len(prompt)]), spec=spec, **limits)
   state = loop.decode_loop(params, run_prefill(*arguments, **static), spec=spec)
-  text_L = jnp.asarray([*prompt, *state.tokens[0, :NUM_NEW].tolist()])
+  text_L = jnp.asarray(state.text[0, : len(prompt) + NUM_NEW])
   assert state.drafter.hash[0] == oracle.ingredient(text_L, jnp.arange(len(text_L))).sum(dtype=jnp.uint32)
 
 

@@ -131,7 +131,7 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
   assert before == after
   rows = {'1x4': 8, '2x4': 4, '8x1': 1}[mesh]
   assert {name: shape[0] for name, shape in before.items()} == {
-    '.root': rows, '.tokens': rows, '.num_tokens': rows, '.num_accepted': rows, '.num_passes': rows,
+    '.root': rows, '.text': rows, '.num_tokens': rows, '.num_accepted': rows, '.num_passes': rows,
     '.num_nodes': rows, '.num_levels': rows,
     '.is_done': rows, '.row_id': rows, '.cache.length': rows, '.cache.keys[0]': rows, '.cache.values[0]': rows,
     '.drafter.cache.length': rows, '.drafter.cache.keys[0]': rows, '.drafter.cache.values[0]': rows,

@@ -124,7 +124,9 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed, temperature):
   rng = np.random.default_rng(seed)
   noise_dVB = temperature * jax.random.gumbel(jax.random.key(seed), (max_depth, CONFIG.vocab_size, 2))
   follow, absorb = jax.jit(eagle.follow), jax.jit(eagle.absorb)
-  outlook = Outlook(lambda depth, token_U: noise_dVB[depth - 1, token_U], lambda depth, log_q_BW: True)
+  outlook = Outlook(
+    lambda depth, token_UB: jnp.take_along_axis(noise_dVB[depth - 1], token_UB, axis=0), lambda depth, log_q_BW: True
+  )
   propose = jax.jit(functools.partial(eagle.propose, policy=policy, outlook=outlook))
   num_padded = PROMPT_LEN + 2
   for count in (PROMPT_LEN, min(3, max_depth + 1)):

@@ -31,10 +31,11 @@ from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 NUM_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 WIDTHS = (1, 2, 4, 8, 10)
-CANDIDATES: tuple[TreePolicy, ...] = (
+SHAPES: tuple[Chain | DynamicTree, ...] = (
   Chain(1), Chain(2), Chain(3), Chain(4), Chain(6), DynamicTree(2, 2, 3, 6), DynamicTree(3, 3, 3, 8),
   DynamicTree(3, 3, 4, 12), DynamicTree(4, 4, 5, 16), DynamicTree(6, 6, 5, 24), DynamicTree(8, 8, 6, 32), DynamicTree(),
 )  # fmt: skip
+CANDIDATES: tuple[TreePolicy, ...] = tuple(dataclasses.replace(shape, lookup=True) for shape in SHAPES)
 WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycles, beside the sum of their parts
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
 TEMPERATURES = (0.0, 1.0)  # of the texts that paths are valued on, the first of which rates are measured on
@@ -139,7 +140,8 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
 
   A level costs what six more of them add to a cycle; the root's share is what a chain of one adds to verification.
   """
-  params, spec = build(target, drafter, policy=Chain(1))
+  shortest = Chain(1, lookup=True)
+  params, spec = build(target, drafter, policy=shortest)
 
   def form(policy: TreePolicy, **changes: Any) -> tuple[Params, Spec]:
     return params, dataclasses.replace(spec, policy=policy, **changes)
@@ -151,8 +153,8 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
   forms |= {
     ('verify', size): form(DynamicTree(10, 10, min(6, size - 1), size), drafter=Blank()) for size in NUM_NODES[1:]
   }
-  forms |= {(width, depth): form(DynamicTree(width, width, depth, 3)) for width in widths for depth in (2, 8)}
-  forms |= {policy.describe(): form(policy) for policy in (Chain(1), *whole)}
+  forms |= {(width, depth): form(DynamicTree(width, width, depth, 3, True)) for width in widths for depth in (2, 8)}
+  forms |= {policy.describe(): form(policy) for policy in (shortest, *whole)}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
   num_slots = slots_for(num_prompt, NUM_CYCLES, spec)
   caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_slots), spec.drafter.init(batch, num_slots)))
@@ -160,7 +162,7 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
   return Times(
     num_slots=num_slots,
     verify_ms={size: ms['verify', size] for size in NUM_NODES},
-    root_ms=max(ms[Chain(1).describe()] - ms['verify', 2], 0.0),
+    root_ms=max(ms[shortest.describe()] - ms['verify', 2], 0.0),
     draft_ms={width: max(ms[width, 8] - ms[width, 2], 0.0) / 6 for width in widths},
     whole_ms={policy.describe(): ms[policy.describe()] for policy in whole},
     target_bytes=target_bytes,
@@ -179,7 +181,7 @@ def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head:
   Of an embedding that is no head, they read a few rows only: not counted.
   """
   weights = {name: x for name, x in params.target.items() if name != 'embed' or has_tied_head}
-  own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids')}
+  own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids', 'whole_head')}
   return num_bytes((weights, cache)), num_bytes((own, drafter_cache))
 
 
@@ -283,22 +285,32 @@ def vocabularies(
   spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
   sizes = [len(ids) >> n for n in range(1 if drafter.has_own_head else NUM_HALVINGS + 1) if len(ids) >> n]
   lesser = {num_ids: drafter.first_ids(num_ids) for num_ids in sizes}
-  forms: Any = {num_ids: build(target, lesser[num_ids], policy=Chain(3)) for num_ids in sizes}
+  policy = Chain(3, lookup=True)
+  forms: Any = {num_ids: build(target, lesser[num_ids], policy=policy) for num_ids in sizes}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
   num_rows = min(8, len(answers))
-  tau = {size: trace(target, lesser[size], answers, policy=Chain(3), num_rows=num_rows).tau for size in sizes}
+  tau = {size: trace(target, lesser[size], answers, policy=policy, num_rows=num_rows).tau for size in sizes}
   return tuple(Vocabulary(n, float(np.isin(spoken, ids[:n]).mean()), tau[n], ms[n]) for n in sizes)
 
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:
-  """Adaptive trees around the best fixed one, a chain and a bushy one; each size more is a target pass to compile."""
+  """Adaptive trees around the best fixed one, a chain and a bushy one, and a deep one, for text that repeats itself.
+
+  Each size more is a target pass to compile.
+  """
   best = costs.modelled[0].policy
   max_depth = max(best.max_depth, 4)
+  shapes = (1, max_depth, max_depth + 1), (3, max_depth, max(8, best.num_nodes)), (3, 8, max(16, best.num_nodes))
   return [
-    Adaptive(width, width, max_depth, num_nodes, smaller=(1, num_nodes // 2))
-    for width, num_nodes in ((1, max_depth + 1), (3, max(8, best.num_nodes)))
-    if num_nodes <= 1 + width + (max_depth - 1) * width * width
+    Adaptive(width, width, depth, num_nodes, lookup=True, smaller=(1, *_halves(num_nodes)))
+    for width, depth, num_nodes in shapes
+    if num_nodes <= 1 + width + (depth - 1) * width * width
   ]
+
+
+def _halves(num_nodes: int) -> list[int]:
+  """A half; of many nodes a quarter too, ascending."""
+  return [num_nodes // 4, num_nodes // 2] if num_nodes >= 16 else [num_nodes // 2]
 
 
 def decoded(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from eagle_jax.draft.lookup import Lookup
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.tree import Candidates
 
@@ -12,11 +13,12 @@ from eagle_jax.tree import Candidates
 class Outlook(NamedTuple):
   """What a proposal may look at, besides what its network knows."""
 
-  # (depth, [U] i32 target ids) -> [U, B] f32: what the target adds to the logits of these ids when it draws the token
-  # of each row so many edges below the root.
+  # (depth, [U, B] i32 target ids) -> [U, B] f32: what the target adds to the logits of these ids when it draws the
+  # token of each row so many edges below the root.
   noise: Callable[[int, jax.Array], jax.Array]
   # (depth, [B, W] f32 log-probabilities of a frontier there) -> [] bool, or True: is it worth drafting its children?
   is_level_worth: Callable[[int, jax.Array], Any]
+  lookup: Lookup | None = None  # the text so far, if the policy looks things up in it
 
 
 class DraftNetwork(Protocol):

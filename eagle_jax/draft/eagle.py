@@ -5,6 +5,8 @@ stands in for f_{t+1}: the target's own head turns it into a distribution of x_{
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,10 +18,11 @@ from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.grow import Children, Frontier, grow
+from eagle_jax.draft.lookup import Evidence
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import DecoderLayer, Linear, Mix, OverCache, Rotation, embed, head_logits
-from eagle_jax.tree import Candidates
+from eagle_jax.target.layers import DecoderLayer, Linear, Mix, OverCache, Rotation, embed, float32_product, head_logits
+from eagle_jax.tree import NO_TOKEN, Candidates
 
 
 class EagleHead(nn.Module):
@@ -55,7 +58,7 @@ class Eagle:
   """`EagleHead` as the pure functions that the decode loop calls (`draft.DraftNetwork`).
 
   Its params: `fc` and `layer`, and by reference `embed` [V, D] and `head` [U, D] of the target, with `ids` [U] i32, the
-  target id of each row of that head: all of them, or a draft vocabulary.
+  target id of each row of that head: all of them, or a draft vocabulary. Then `whole_head` [V, D] has all rows.
   """
 
   config: Any  # a `DrafterConfig`; of subclasses, another
@@ -143,22 +146,45 @@ class Eagle:
         position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
         rows = frontier.token, feature_DBW, position_BW, mask_BWM
         out_DBW, drafted = self.forward(params, *rows, state.cache, drafted)
-      noise_UB = outlook.noise(depth + 1, params['ids'])
-      return self.children(params, out_DBW, noise_UB, fanout), (out_DBW, mask_BWM, drafted)
+      noise = functools.partial(outlook.noise, depth + 1)
+      evidence = None if outlook.lookup is None else outlook.lookup.after(frontier.path)
+      return self.children(params, out_DBW, noise, fanout, evidence), (out_DBW, mask_BWM, drafted)
 
     nothing_B10 = jnp.zeros((root_B.shape[0], 1, 0), bool)
     return grow(step, (state.feature[..., None], nothing_B10, None), root_B, policy, outlook)
 
-  def children(self, params, out_DBW: jax.Array, noise_UB: jax.Array, fanout: int) -> Children:
+  def children(
+    self, params, out_DBW: jax.Array, noise: Callable, fanout: int, evidence: Evidence | None = None
+  ) -> Children:
     """The `fanout` likeliest next tokens after each drafted row.
 
     Greedy, these are the reference's: its confidences are at temperature 1 (EAGLE.md 4.2). A sampled token is the best
     under noise that is known: so the drafter adds the same noise, and its confidence says which token will be drawn.
+
+    Args:
+      out_DBW: the rows' outputs.
+      noise: [X, B] i32 ids -> [X, B] f32.
+      fanout: static.
+      evidence: what the text suggests, which may be a token outside the draft vocabulary.
     """
-    out_DR = out_DBW.reshape(out_DBW.shape[0], -1)
-    logits_UR = head_logits(params['head'], self.read(params, out_DR).astype(params['head'].dtype))
-    noise_UR = jnp.repeat(noise_UB, out_DBW.shape[2], axis=1, total_repeat_length=out_DR.shape[1])
-    log_p_RU = jax.nn.log_softmax(logits_UR + noise_UR, axis=0).T
+    shape_BW, ids_U = out_DBW.shape[1:], params['ids']
+    batch, width = shape_BW
+    out_DR = self.read(params, out_DBW.reshape(out_DBW.shape[0], -1)).astype(params['head'].dtype)
+    noise_UB = noise(jnp.broadcast_to(ids_U[:, None], (len(ids_U), batch)))
+    noise_UR = jnp.repeat(noise_UB, width, axis=1, total_repeat_length=batch * width)
+    logits_UR = head_logits(params['head'], out_DR) + noise_UR
+    if evidence is not None:
+      token_R, weight_R = evidence.token.reshape(-1), evidence.weight.reshape(-1)
+      is_told_UR = ids_U[:, None] == token_R[None]
+      logits_UR += jnp.where(is_told_UR, weight_R[None], 0)
+      if 'whole_head' in params:
+        noise_R = noise(evidence.token.T).T.reshape(-1)
+        told_R = float32_product('rd,dr->r', params['whole_head'][token_R], out_DR) + noise_R + weight_R
+        is_new_R = (token_R != NO_TOKEN) & ~is_told_UR.any(axis=0)
+        logits_UR = jnp.concatenate([logits_UR, jnp.where(is_new_R, told_R, -jnp.inf)[None]])
+    log_p_RU = jax.nn.log_softmax(logits_UR, axis=0).T
     log_p_RC, index_RC = jax.lax.top_k(log_p_RU, fanout)
-    shape = (*out_DBW.shape[1:], fanout)
-    return Children(params['ids'][index_RC].reshape(shape), log_p_RC.reshape(shape))
+    token_RC = jnp.take(ids_U, index_RC, mode='clip')
+    if evidence is not None:
+      token_RC = jnp.where(index_RC < len(ids_U), token_RC, token_R[:, None])
+    return Children(token_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout))

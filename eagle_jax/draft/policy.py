@@ -46,6 +46,11 @@ class TreePolicy(Protocol):
     """Numbers of nodes that a target pass may be compiled for, ascending; the last is `num_nodes`."""
     ...
 
+  @property
+  def lookup(self) -> bool:
+    """May the drafter look at what the text said before? See `draft.lookup`."""
+    ...
+
   def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
     """[W, C] f32: what ranks the children of the frontier at `depth`. No child may outscore its parent."""
     ...
@@ -65,6 +70,7 @@ class Fixed:
   """A policy that does the same at every step."""
 
   num_nodes: Any
+  lookup: Any = False
 
   @property
   def sizes(self) -> tuple[int, ...]:
@@ -108,12 +114,14 @@ class DynamicTree(Fixed):
     fanout: children each of them offers.
     max_depth: edges from root to deepest leaf; the reference's `depth` is one less.
     num_nodes: nodes kept for the target pass, root included: the reference's `total_token`.
+    lookup: raise what followed an earlier match of the text (`draft.lookup`; no part of EAGLE-2).
   """
 
   width: int = 10
   fanout: int = 10
   max_depth: int = 6
   num_nodes: int = 60
+  lookup: bool = False
 
   def __post_init__(self):
     _require_at_least_one(self, 'width', 'fanout', 'max_depth', 'num_nodes')
@@ -140,7 +148,8 @@ class DynamicTree(Fixed):
 
   def describe(self) -> str:
     values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    return f'dynamic({", ".join(f"{name}={value}" for name, value in values.items() if value is not None)})'
+    said = (f'{name}={value}' for name, value in values.items() if value is not None and value is not False)
+    return f'dynamic({", ".join(said)})'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +191,10 @@ class Adaptive(DynamicTree):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Fixed):
-  """The drafter's likeliest token, `max_depth` times over."""
+  """The drafter's likeliest token, `max_depth` times over; `lookup` as in `DynamicTree`."""
 
   max_depth: int = 4
+  lookup: bool = False
 
   def __post_init__(self):
     _require_at_least_one(self, 'max_depth')
@@ -205,7 +215,7 @@ class Chain(Fixed):
     return log_q_WC
 
   def describe(self) -> str:
-    return f'chain(max_depth={self.max_depth})'
+    return f'chain(max_depth={self.max_depth}{", lookup=True" * self.lookup})'
 
 
 @dataclasses.dataclass(frozen=True)

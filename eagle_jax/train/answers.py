@@ -205,11 +205,11 @@ class Answerer:
     is_done_B = np.asarray(state.is_done)
     done = {row: asked.pop(row) for row in sorted(asked) if is_done_B[row]}
     rows = np.resize([*done], -(-len(done) // self._num_refill) * self._num_refill)  # few sizes, few programs
-    taken = state.tokens[rows], state.num_tokens[rows], state.drafter.feature[rows, 0]
+    taken = state.text[rows], state.cache.length[rows], state.drafter.feature[rows, 0]
     answers = []
-    for request, token_N, num_tokens, feature_SD in zip(done.values(), *map(np.asarray, taken), strict=False):
-      num_seen = len(request.token) + num_tokens - 1
-      answers.append(Answer(request, token_N[:num_tokens].copy(), feature_SD[:num_seen].astype(jnp.bfloat16)))
+    for request, text_S, num_seen, feature_SD in zip(done.values(), *map(np.asarray, taken), strict=False):
+      token_N = text_S[len(request.token) : num_seen + 1].copy()
+      answers.append(Answer(request, token_N, feature_SD[:num_seen].astype(jnp.bfloat16)))
     return answers
 
 

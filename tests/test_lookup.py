@@ -1,0 +1,91 @@
+"""What the text suggests: the longest earlier match, what followed it, and what it does to a drafter's children."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import decode
+from eagle_jax.draft.lookup import FIRST, GROWTH, MAX_MATCH, Evidence, Lookup
+from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.tree import NO_TOKEN
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [30, 31, 32, 33, 34], [9, 9, 9, 9, 8, 7]]
+NUM_NEW = 48
+IDS = jnp.array([3, 7, 20, 21, 40, 41, 60, 96], jnp.int32)
+
+
+def longest(text: list[int], path: list[int]) -> tuple[int, int]:
+  """What followed the longest earlier match of `path` (the newest token first), the last of equally long ones."""
+  best = 0, NO_TOKEN
+  for place in range(len(text) - 1):
+    length = 0
+    while length < min(MAX_MATCH, place + 1) and text[place - length] == path[length]:
+      length += 1
+    if length and length >= best[0]:
+      best = length, text[place + 1]
+  return best
+
+
+@pytest.mark.parametrize('seed', range(10))
+def test_what_followed_the_longest_match(seed):
+  """Of texts of two letters, and so with many matches, some longer than MAX_MATCH; behind them lies scratch."""
+  rng = np.random.default_rng(seed)
+  text_BS = rng.integers(0, 2, (3, 60)).astype(np.int32)
+  text_BS[2] = np.tile([0, 1, 1], 20)
+  newest_B = np.asarray([rng.integers(0, 20), 59, 50], np.int32)
+  lookup = Lookup(jnp.asarray(text_BS), jnp.asarray(newest_B))
+  path_BM = np.asarray(lookup.path())[:, 0]
+  drafted_BM = np.concatenate([rng.integers(0, 3, (3, 2)), path_BM[:, :-2]], axis=1)
+  found = jax.jit(Lookup.after)(lookup, jnp.asarray(np.stack([path_BM, drafted_BM], axis=1), jnp.int32))
+  for b, newest in enumerate(newest_B):
+    text = text_BS[b, : newest + 1].tolist()
+    assert path_BM[b].tolist() == (text[::-1] + [NO_TOKEN] * MAX_MATCH)[:MAX_MATCH]
+    for w, path_M in enumerate((path_BM[b], drafted_BM[b])):
+      length, token = longest(text, path_M.tolist())
+      assert found.token[b, w] == token
+      np.testing.assert_allclose(found.weight[b, w], FIRST + GROWTH * np.log(length) if length else 0, rtol=1e-6)
+
+
+@pytest.fixture(scope='module')
+def pair():
+  target = tiny.target()
+  return target, tiny.drafter().with_ids(IDS)
+
+
+@pytest.mark.parametrize('token', [20, 50, NO_TOKEN])  # in the draft vocabulary, outside, none
+def test_evidence_raises_one_logit(pair, token):
+  params, spec = decode.build(*pair, policy=Chain(1, lookup=True))
+  out_D11 = jax.random.normal(jax.random.key(0), (tiny.DRAFTER.width, 1, 1))
+  evidence = Evidence(jnp.full((1, 1), token), jnp.full((1, 1), 2.5 * (token >= 0)))
+
+  def noise(token_XB):
+    return 0.01 * token_XB.astype(jnp.float32)
+
+  children = spec.drafter.children(params.drafter, out_D11, noise, len(IDS), evidence)
+  ids = sorted({*IDS.tolist(), token} - {NO_TOKEN})
+  logits = np.asarray(pair[0].head_VD)[ids] @ np.asarray(out_D11)[:, 0, 0] + 0.01 * np.asarray(ids)
+  log_p = np.asarray(jax.nn.log_softmax(jnp.asarray(logits + 2.5 * (np.asarray(ids) == token), jnp.float32)))
+  order = np.argsort(-log_p)[: len(IDS)]
+  assert children.token[0, 0].tolist() == [ids[i] for i in order]
+  np.testing.assert_allclose(children.log_p[0, 0], log_p[order], atol=1e-5)
+
+
+@pytest.mark.parametrize('policy', [Chain(4, lookup=True), DynamicTree(3, 3, 4, 9, lookup=True)])
+@pytest.mark.parametrize('temperature', [0.0, 0.7])
+def test_looking_things_up_changes_no_text(pair, policy, temperature):
+  how = {'max_new_tokens': NUM_NEW, 'temperature': temperature, 'eos_ids': (), 'seed': 3}
+  plain = decode.generate(pair[0], None, PROMPTS, **how)
+  assert decode.generate(*pair, PROMPTS, policy=policy, **how).tokens == plain.tokens
+
+
+def test_text_that_repeats_itself_is_drafted_though_its_tokens_are_not_in_the_draft_vocabulary(pair):
+  """Greedy text of so small a target soon runs in circles."""
+  passes = {
+    lookup: decode.generate(*pair, PROMPTS, max_new_tokens=NUM_NEW, eos_ids=(), policy=Chain(4, lookup=lookup)).stats[
+      'num_target_passes'
+    ]
+    for lookup in (False, True)
+  }
+  assert passes == {False: 141, True: 77}
