@@ -32,9 +32,9 @@ def devices():
   return topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2').devices
 
 
-def compile_all(pair: ShapedPair):
+def compile_all(pair: ShapedPair, *, policy: DynamicTree):
   """The programs by name, each compiled for what the one before it returns, and the state between them."""
-  spec = pair.spec(DynamicTree())
+  spec = pair.spec(policy)
   prefill, state = pair.prefill(spec)
   step = pair.compile(decode_step, state, spec, NO_COPIES_AHEAD)
   loop = pair.compile(decode_loop, state, spec)
@@ -49,9 +49,10 @@ def assert_fits(programs):
     assert 0 < arguments + temporaries < HBM_GIB, f'{name} needs {arguments + temporaries:.1f} GiB a device'
 
 
-def test_a_tiny_pair_compiles_for_one_device(devices):
-  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]))
-  assert_fits(compile_all(pair)[0])
+@pytest.mark.parametrize('draft_vocab_size', [None, 16])
+def test_a_tiny_pair_compiles_for_one_device(devices, draft_vocab_size):
+  pair = ShapedPair(*shapes.configs('tiny', draft_vocab_size=draft_vocab_size), make_mesh(devices[:1]))
+  assert_fits(compile_all(pair, policy=DynamicTree(lookup=True))[0])
 
 
 def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
@@ -65,7 +66,7 @@ def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
 
 def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(devices):
   pair = ShapedPair(*shapes.configs('llama3_8b'), make_mesh(devices, num_model=len(devices)))
-  programs, state = compile_all(pair)
+  programs, state = compile_all(pair, policy=DynamicTree())
   assert_fits(programs)
   needed = pair.bytes_needed(state, num_drafts=DynamicTree().max_depth)
   accessed = programs['decode_step'].cost_analysis()['bytes accessed']

@@ -75,7 +75,8 @@ class ShapedPair:
     ids = jax.ShapeDtypeStruct((num_ids,), jnp.int32, sharding=param_sharding(['ids'], (num_ids,), self.mesh))
     shape = num_ids, head.shape[1]
     drafts = jax.ShapeDtypeStruct(shape, head.dtype, sharding=param_sharding(['head', 'weight'], shape, self.mesh))
-    return Params(target, {**own, 'embed': target['embed']['weight'], 'head': drafts, 'ids': ids})
+    borrowed = {'embed': target['embed']['weight'], 'head': drafts, 'ids': ids}
+    return Params(target, own | borrowed | ({'whole_head': head} if self.drafter.draft_vocab_size else {}))
 
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
     """Static description; `drafter` stands in for the EAGLE head."""
