@@ -200,7 +200,7 @@ def test_an_adaptive_policy_needs_costs(here):
 def test_a_pair_is_tuned(here, monkeypatch):
   target, drafter = tiny.target(), tiny.drafter()
   small = {'NUM_NODES': (1, 2, 4), 'WIDTHS': (1, 2), 'NUM_ROUNDS': 1, 'NUM_CYCLES': 4, 'NUM_TIMED': 1}
-  small |= {'NUM_HALVINGS': 1, 'WHOLE': (Chain(1),)}
+  small |= {'NUM_HALVINGS': 1, 'WHOLE': (Chain(1),), 'DEEP': (2, 3, 5)}
   for name, value in small.items():
     monkeypatch.setattr(tune, name, value)
   monkeypatch.setattr(tune, 'CANDIDATES', (Chain(1), DynamicTree(2, 2, 2, 4)))

@@ -37,6 +37,7 @@ SHAPES: tuple[Chain | DynamicTree, ...] = (
 )  # fmt: skip
 CANDIDATES: tuple[TreePolicy, ...] = tuple(dataclasses.replace(shape, lookup=True) for shape in SHAPES)
 WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycles, beside the sum of their parts
+DEEP = 3, 8, 16  # width, depth and nodes of an adaptive tree for text that repeats itself
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
 TEMPERATURES = (0.0, 1.0)  # of the texts that paths are valued on, the first of which rates are measured on
 NUM_KNOTS = 12
@@ -294,13 +295,10 @@ def vocabularies(
 
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:
-  """Adaptive trees around the best fixed one, a chain and a bushy one, and a deep one, for text that repeats itself.
-
-  Each size more is a target pass to compile.
-  """
+  """Adaptive trees around the best fixed one, a chain and a bushy one, and `DEEP`; a size more is a pass to compile."""
   best = costs.modelled[0].policy
   max_depth = max(best.max_depth, 4)
-  shapes = (1, max_depth, max_depth + 1), (3, max_depth, max(8, best.num_nodes)), (3, 8, max(16, best.num_nodes))
+  shapes = (1, max_depth, max_depth + 1), (3, max_depth, max(8, best.num_nodes)), DEEP
   return [
     Adaptive(width, width, depth, num_nodes, lookup=True, smaller=(1, *_halves(num_nodes)))
     for width, depth, num_nodes in shapes
