@@ -1,5 +1,6 @@
 """Prompt to the first `DecodeState`: one target pass over all prompt tokens, and the first new token."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from eagle_jax.cache import append
 from eagle_jax.commit import at_rows, is_eos
+from eagle_jax.draft.policy import Plain
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.state import DecodeState, Limits, Params, Spec
 from eagle_jax.tree import NO_TOKEN
@@ -94,7 +96,10 @@ def prefill(
 
 
 def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: int, sampling, row_ids, eos_ids):
-  """The arguments of `run_prefill`: traced ones, and static ones in buckets. See `prefill`."""
+  """The arguments of `run_prefill`: traced ones, and static ones in buckets. See `prefill`.
+
+  They hold nothing of the policy but the room that it needs: most policies share their prefill's program.
+  """
   if max_new_tokens < 1:
     raise ValueError(f'max_new_tokens is {max_new_tokens}; at least 1 is needed: prefill itself yields a token.')
   batch, num_prompt = tokens_BL.shape
@@ -102,8 +107,9 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   row_id_B = jnp.asarray(np.arange(batch) if row_ids is None else row_ids, jnp.int32)
   eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
   limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
-  static = {'spec': spec, 'num_slots': slots_for(num_prompt, num_new, spec), 'num_new': num_new}
-  return (params, tokens_BL, length_B, row_id_B, sampling, limits), static
+  num_slots = slots_for(num_prompt, num_new, spec)
+  static = {'spec': dataclasses.replace(spec, policy=Plain()), 'num_slots': num_slots, 'num_new': num_new}
+  return (params._replace(economies=()), tokens_BL, length_B, row_id_B, sampling, limits), static
 
 
 @functools.partial(jax.jit, static_argnames=('spec', 'num_slots', 'num_new'))

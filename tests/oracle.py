@@ -150,14 +150,14 @@ def build(policy: Any, *, vocab_size: int = 13, drafter: Any = None, economies: 
 
 def decode(params: Params, spec: Spec, tokens_BL, length_B, *, loop=decode_loop, **request) -> tuple[jax.Array, ...]:
   """`result` after prefill and loop, in one program, cheaply compiled. `request` holds what `prepare` needs."""
-  arguments, static = prepare(params, tokens_BL, length_B, spec=spec, **request)
-  return _program(loop, **static)(*arguments)
+  (_, *arguments), static = prepare(params, tokens_BL, length_B, spec=spec, **request)
+  return _program(loop, spec, **static)(params, *arguments)
 
 
 @functools.cache
-def _program(loop, *, spec: Spec, **static):
+def _program(loop, decoding: Spec, **static):
   def run(params, *arguments):
-    return result(loop(params, run_prefill(params, *arguments, spec=spec, **static), spec=spec))
+    return result(loop(params, run_prefill(params, *arguments, **static), spec=decoding))
 
   return jax.jit(run, compiler_options={'xla_backend_optimization_level': 0})
 

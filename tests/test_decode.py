@@ -226,6 +226,14 @@ def test_a_new_bucket_compiles_each_program_once(target, drafter, monkeypatch):
   assert (len(decode._PREFILL._compiled), len(decode._LOOP._compiled)) == (1, 1)
 
 
+def test_policies_share_a_prefill(target, drafter, monkeypatch):
+  """What it makes room for lies in one bucket."""
+  monkeypatch.setattr(decode, '_PREFILL', Program(decode.run_prefill))
+  for policy in (SMALL, Chain(3), Chain(2, lookup=True)):
+    decode.generate(target, drafter, PROMPTS, max_new_tokens=33, policy=policy)
+  assert len(decode._PREFILL._compiled) == 1
+
+
 def test_one_layer_is_traced_for_all(monkeypatch):
   """Tracing takes as long for 30 layers as for one, and so does a program that comes from the compilation cache."""
   calls, real = [], OverCache.__call__

@@ -35,17 +35,34 @@ def test_what_followed_the_longest_match(seed):
   text_BS = rng.integers(0, 2, (3, 60)).astype(np.int32)
   text_BS[2] = np.tile([0, 1, 1], 20)
   newest_B = np.asarray([rng.integers(0, 20), 59, 50], np.int32)
-  lookup = Lookup(jnp.asarray(text_BS), jnp.asarray(newest_B))
-  path_BM = np.asarray(lookup.path())[:, 0]
-  drafted_BM = np.concatenate([rng.integers(0, 3, (3, 2)), path_BM[:, :-2]], axis=1)
-  found = jax.jit(Lookup.after)(lookup, jnp.asarray(np.stack([path_BM, drafted_BM], axis=1), jnp.int32))
+  drafted_BW = rng.integers(0, 2, (3, 2)).astype(np.int32)
+
+  @jax.jit
+  def follow(lookup: Lookup):
+    """Behind the text, and behind one drafted token of two, and one more."""
+    matches = [lookup.match()]
+    matches.append(lookup.extended(jnp.repeat(matches[0], 2, axis=1), drafted_BW))
+    matches.append(lookup.extended(matches[1][:, ::-1], drafted_BW))
+    return [lookup.after(match_BWS) for match_BWS in matches]
+
+  found = follow(Lookup(jnp.asarray(text_BS), jnp.asarray(newest_B)))
   for b, newest in enumerate(newest_B):
-    text = text_BS[b, : newest + 1].tolist()
-    assert path_BM[b].tolist() == (text[::-1] + [NO_TOKEN] * MAX_MATCH)[:MAX_MATCH]
-    for w, path_M in enumerate((path_BM[b], drafted_BM[b])):
-      length, token = longest(text, path_M.tolist())
-      assert found.token[b, w] == token
-      np.testing.assert_allclose(found.weight[b, w], FIRST + GROWTH * np.log(length) if length else 0, rtol=1e-6)
+    text, (first, second) = text_BS[b, : newest + 1].tolist(), drafted_BW[b].tolist()
+    paths = [[]], [[first], [second]], [[first, second], [second, first]]
+    for level, paths_W in zip(found, paths, strict=True):
+      for w, path in enumerate(paths_W):
+        length, token = longest(text, [*path, *text[::-1]])
+        assert level.token[b, w] == token
+        np.testing.assert_allclose(level.weight[b, w], FIRST + GROWTH * np.log(length) if length else 0, rtol=1e-6)
+
+
+def test_no_copy_is_made_of_what_is_not_there():
+  """A text of one token, and NO_TOKEN, which unused nodes have."""
+  lookup = Lookup(jnp.full((1, 5), NO_TOKEN).at[0, 0].set(7), jnp.zeros(1, jnp.int32))
+  unused_BWS = lookup.extended(lookup.match(), jnp.full((1, 1), NO_TOKEN))
+  assert not lookup.match().any()
+  assert not unused_BWS.any()
+  assert lookup.after(unused_BWS) == Evidence(jnp.full((1, 1), NO_TOKEN), jnp.zeros((1, 1)))
 
 
 @pytest.fixture(scope='module')

@@ -21,6 +21,7 @@ from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop
 from eagle_jax.prefill import prepare, run_prefill, slots_for
+from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, using
 from eagle_jax.state import Params, Spec
@@ -42,6 +43,7 @@ NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, bes
 TEMPERATURES = (0.0, 1.0)  # of the texts that paths are valued on, the first of which rates are measured on
 NUM_KNOTS = 12
 NUM_HALVINGS = 3  # of the draft vocabulary
+DEPTHS = 2, 8  # of the trees whose cycles differ by what their levels take
 CONTEXTS = (64, 960)  # tokens
 NUM_CYCLES = 16
 NUM_ROUNDS = 6
@@ -73,6 +75,7 @@ def cycles_ms(
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
   ready, best = {}, dict.fromkeys(forms, float('inf'))
+  fills, runs = Program(run_prefill), Program(decode_loop)
   with using(mesh_of(target.params)):
     for name, (params, spec) in progress([*forms.items()], desc='compiling'):
       arguments, static = prepare(
@@ -85,8 +88,8 @@ def cycles_ms(
         row_ids=None,
         eos_ids=(),
       )
-      fill = run_prefill.lower(*arguments, **static).compile()
-      ready[name] = fill, arguments, decode_loop.lower(params, fill(*arguments), spec=spec).compile(), params
+      fill, _ = fills.compile(*arguments, **static)
+      ready[name] = fill, arguments, runs.compile(params, fill(*arguments), spec=spec)[0], params
     for _ in progress(range(NUM_ROUNDS), desc='rounds'):
       for name, (fill, arguments, run, params) in ready.items():
         filled = fill(*arguments)
@@ -95,9 +98,8 @@ def cycles_ms(
           start = time.perf_counter()
           state = jax.block_until_ready(run(params, state))
           best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
-  jitted: Any
-  for jitted in (run_prefill, decode_loop):
-    jitted.clear_cache()  # JAX would keep so many programs
+  for programs in (fills, runs):
+    programs.forget()  # JAX would keep so many
   return best
 
 
@@ -139,9 +141,11 @@ def part_costs(
 def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, progress: Callable) -> Times:
   """The parts of a cycle behind one context.
 
-  A level costs what six more of them add to a cycle; the root's share is what a chain of one adds to verification.
+  A level costs what it adds to a cycle, in the mean of those between `DEPTHS`; the root's share is what a chain of one
+  adds to verification.
   """
   shortest = Chain(1, lookup=True)
+  shallow, deep = DEPTHS
   params, spec = build(target, drafter, policy=shortest)
 
   def form(policy: TreePolicy, **changes: Any) -> tuple[Params, Spec]:
@@ -154,7 +158,7 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
   forms |= {
     ('verify', size): form(DynamicTree(10, 10, min(6, size - 1), size), drafter=Blank()) for size in NUM_NODES[1:]
   }
-  forms |= {(width, depth): form(DynamicTree(width, width, depth, 3, True)) for width in widths for depth in (2, 8)}
+  forms |= {(width, depth): form(DynamicTree(width, width, depth, 3, True)) for width in widths for depth in DEPTHS}
   forms |= {policy.describe(): form(policy) for policy in (shortest, *whole)}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
   num_slots = slots_for(num_prompt, NUM_CYCLES, spec)
@@ -164,7 +168,7 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
     num_slots=num_slots,
     verify_ms={size: ms['verify', size] for size in NUM_NODES},
     root_ms=max(ms[shortest.describe()] - ms['verify', 2], 0.0),
-    draft_ms={width: max(ms[width, 8] - ms[width, 2], 0.0) / 6 for width in widths},
+    draft_ms={width: max(ms[width, deep] - ms[width, shallow], 0.0) / (deep - shallow) for width in widths},
     whole_ms={policy.describe(): ms[policy.describe()] for policy in whole},
     target_bytes=target_bytes,
     drafter_bytes=drafter_bytes,

@@ -132,26 +132,28 @@ class Eagle:
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, outlook: Outlook) -> Candidates:
     """Grows every row's candidates."""
-    length_B = state.cache.length
+    length_B, lookup = state.cache.length, outlook.lookup
 
     def step(carry, frontier: Frontier, depth: int, fanout: int):
-      out_DBW, mask_BWM, drafted = carry
+      out_DBW, mask_BWM, match_BWS, drafted = carry
       if depth > 0:  # the root's own output is there already
         # A node's feature is the output at its parent; it sees what its parent saw, and itself.
+        of_parent = functools.partial(jnp.take_along_axis, indices=frontier.parent_slot[..., None], axis=1, mode='clip')
         feature_DBW = jnp.take_along_axis(self.feed(params, out_DBW), frontier.parent_slot[None], axis=2, mode='clip')
-        inherited_BWM = jnp.take_along_axis(mask_BWM, frontier.parent_slot[..., None], axis=1, mode='clip')
         batch, width = frontier.token.shape
         itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
-        mask_BWM = jnp.concatenate([inherited_BWM, itself_BWW], axis=2)
+        mask_BWM = jnp.concatenate([of_parent(mask_BWM), itself_BWW], axis=2)
         position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
         rows = frontier.token, feature_DBW, position_BW, mask_BWM
         out_DBW, drafted = self.forward(params, *rows, state.cache, drafted)
+        match_BWS = None if lookup is None else lookup.extended(of_parent(match_BWS), frontier.token)
       noise = functools.partial(outlook.noise, depth + 1)
-      evidence = None if outlook.lookup is None else outlook.lookup.after(frontier.path)
-      return self.children(params, out_DBW, noise, fanout, evidence), (out_DBW, mask_BWM, drafted)
+      evidence = None if lookup is None else lookup.after(match_BWS)
+      return self.children(params, out_DBW, noise, fanout, evidence), (out_DBW, mask_BWM, match_BWS, drafted)
 
     nothing_B10 = jnp.zeros((root_B.shape[0], 1, 0), bool)
-    return grow(step, (state.feature[..., None], nothing_B10, None), root_B, policy, outlook)
+    match_B1S = None if lookup is None else lookup.match()
+    return grow(step, (state.feature[..., None], nothing_B10, match_B1S, None), root_B, policy, outlook)
 
   def children(
     self, params, out_DBW: jax.Array, noise: Callable, fanout: int, evidence: Evidence | None = None
@@ -173,18 +175,21 @@ class Eagle:
     noise_UB = noise(jnp.broadcast_to(ids_U[:, None], (len(ids_U), batch)))
     noise_UR = jnp.repeat(noise_UB, width, axis=1, total_repeat_length=batch * width)
     logits_UR = head_logits(params['head'], out_DR) + noise_UR
-    if evidence is not None:
-      token_R, weight_R = evidence.token.reshape(-1), evidence.weight.reshape(-1)
-      is_told_UR = ids_U[:, None] == token_R[None]
-      logits_UR += jnp.where(is_told_UR, weight_R[None], 0)
-      if 'whole_head' in params:
-        noise_R = noise(evidence.token.T).T.reshape(-1)
-        told_R = float32_product('rd,dr->r', params['whole_head'][token_R], out_DR) + noise_R + weight_R
-        is_new_R = (token_R != NO_TOKEN) & ~is_told_UR.any(axis=0)
-        logits_UR = jnp.concatenate([logits_UR, jnp.where(is_new_R, told_R, -jnp.inf)[None]])
-    log_p_RU = jax.nn.log_softmax(logits_UR, axis=0).T
-    log_p_RC, index_RC = jax.lax.top_k(log_p_RU, fanout)
+    logits_XR = logits_UR if evidence is None else self.weighed(params, logits_UR, out_DR, noise, evidence)
+    log_p_RC, index_RC = jax.lax.top_k(jax.nn.log_softmax(logits_XR, axis=0).T, fanout)
     token_RC = jnp.take(ids_U, index_RC, mode='clip')
     if evidence is not None:
-      token_RC = jnp.where(index_RC < len(ids_U), token_RC, token_R[:, None])
+      token_RC = jnp.where(index_RC < len(ids_U), token_RC, evidence.token.reshape(-1, 1))
     return Children(token_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout))
+
+  def weighed(self, params, logits_UR, out_DR, noise: Callable, evidence: Evidence) -> jax.Array:
+    """[U, R] logits with what the text suggests raised; [U + 1, R] where that may be a token outside those ids."""
+    token_R, weight_R = evidence.token.reshape(-1), evidence.weight.reshape(-1)
+    is_told_UR = params['ids'][:, None] == token_R[None]
+    logits_UR += jnp.where(is_told_UR, weight_R[None], 0)
+    if 'whole_head' not in params:
+      return logits_UR
+    noise_R = noise(evidence.token.T).T.reshape(-1)
+    told_R = float32_product('rd,dr->r', params['whole_head'][token_R], out_DR) + noise_R + weight_R
+    is_new_R = (token_R != NO_TOKEN) & ~is_told_UR.any(axis=0)
+    return jnp.concatenate([logits_UR, jnp.where(is_new_R, told_R, -jnp.inf)[None]])

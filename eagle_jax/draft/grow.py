@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.draft import Outlook
-from eagle_jax.draft.lookup import extended
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
@@ -31,7 +30,6 @@ class Frontier(NamedTuple):
   log_q: jax.Array  # [W] f32
   candidate: jax.Array  # [W] i32, their candidate numbers
   parent_slot: jax.Array  # [W] i32, where in the last frontier the parent stood
-  path: jax.Array  # [W, M] i32, the newest tokens down to each, itself first; M is 0 where nothing is looked up
 
 
 def expand(
@@ -55,9 +53,7 @@ def expand(
   parent_n = jnp.repeat(frontier.candidate, fanout)
   level = Candidates(token_n, parent_n, log_q_WC.reshape(-1), score_n)
   _, best_W = jax.lax.top_k(score_n, width)
-  parent_slot_W = best_W // fanout
-  path_WM = extended(frontier.path[parent_slot_W], token_n[best_W])
-  return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, parent_slot_W, path_WM)
+  return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, best_W // fanout)
 
 
 def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:
@@ -76,8 +72,7 @@ def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outl
   zero_B1 = jnp.zeros((root_B.shape[0], 1), jnp.int32)
   log_q_B1 = jnp.zeros(zero_B1.shape, jnp.float32)
   levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1)]
-  path_B1M = jnp.zeros((*zero_B1.shape, 0), jnp.int32) if outlook.lookup is None else outlook.lookup.path()
-  frontier = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1, path_B1M)
+  frontier = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
   first = 1
   for depth, fanout in enumerate(policy.fanouts):
     run = functools.partial(_level, step, depth, fanout)

@@ -26,41 +26,39 @@ class Evidence(NamedTuple):
 
 
 class Lookup(NamedTuple):
-  """The text of each row, to be looked into."""
+  """The text of each row, to be looked into.
+
+  What is remembered of a path (the text, or the text and drafted tokens behind it) is its match [B, W, S] i32: of how
+  many of the path's newest tokens those up to each place are a copy. One token more, and copies that go on with it are
+  one longer, a place further; all others end.
+  """
 
   text: jax.Array  # [B, S] i32
   newest: jax.Array  # [B] i32, where its last token stands
 
-  def path(self) -> jax.Array:
-    """[B, 1, MAX_MATCH] i32: the newest tokens of each row, the last first. A path through a tree goes on from it."""
-    place_BM = self.newest[:, None] - jnp.arange(MAX_MATCH)[None]
-    token_BM = jnp.take_along_axis(self.text, place_BM, axis=1, mode='clip')
-    return jnp.where(place_BM >= 0, token_BM, NO_TOKEN)[:, None]
+  def match(self) -> jax.Array:
+    """[B, 1, S] i32, of the text's own end."""
+    match_B1S = jnp.zeros_like(self.text)[:, None]
+    for back in reversed(range(MAX_MATCH)):
+      place_B1 = self.newest[:, None] - back
+      token_B1 = jnp.take_along_axis(self.text, place_B1, axis=1, mode='clip')
+      match_B1S = self.extended(match_B1S, jnp.where(place_B1 >= 0, token_B1, NO_TOKEN))
+    return match_B1S
 
-  def after(self, path_BWM: jax.Array) -> Evidence:
-    """What followed the longest earlier match of each path, of equally long ones the last.
+  def extended(self, match_BWS: jax.Array, token_BW: jax.Array) -> jax.Array:
+    """[B, W, S] i32, of each path with one token more. What the newest token would match is itself: it counts not."""
+    index_1S = jnp.arange(self.text.shape[1])[None]
+    earlier_BS = jnp.where(index_1S < self.newest[:, None], self.text, NO_TOKEN)
+    agrees_BWS = (earlier_BS[:, None] == token_BW[..., None]) & (token_BW[..., None] != NO_TOKEN)
+    before_BWS = jnp.pad(match_BWS[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    return jnp.where(agrees_BWS, jnp.minimum(before_BWS + 1, MAX_MATCH), 0)
 
-    All places are compared at once, in MAX_MATCH x S steps of a vector unit.
-
-    Args:
-      path_BWM: [B, W, MAX_MATCH] i32, the newest tokens of each path, the last first.
-    """
-    num_slots = self.text.shape[1]
-    index_11S = jnp.arange(num_slots)[None, None]
-    agrees_BWS = jnp.broadcast_to(index_11S < self.newest[:, None, None], (*path_BWM.shape[:2], num_slots))
-    length_BWS = jnp.zeros(agrees_BWS.shape, jnp.int32)
-    for m in range(MAX_MATCH):
-      back_BS = jnp.pad(self.text, ((0, 0), (m, 0)))[:, :num_slots]  # what stood m places before
-      agrees_BWS &= (back_BS[:, None] == path_BWM[..., m, None]) & (index_11S >= m)
-      length_BWS += agrees_BWS.astype(jnp.int32)
-    length_BW = length_BWS.max(axis=2)
-    place_BW = jnp.where(length_BWS == length_BW[..., None], index_11S, 0).max(axis=2)
-    is_found_BW = length_BW > 0
+  def after(self, match_BWS: jax.Array) -> Evidence:
+    """What followed the longest earlier match of each path, of equally long ones the last."""
+    length_BW = match_BWS.max(axis=2)
+    index_11S = jnp.arange(match_BWS.shape[2])[None, None]
+    place_BW = jnp.where(match_BWS == length_BW[..., None], index_11S, 0).max(axis=2)
     token_BW = jnp.take_along_axis(self.text, place_BW + 1, axis=1, mode='clip')
     weight_BW = FIRST + GROWTH * jnp.log(jnp.maximum(length_BW, 1).astype(jnp.float32))
+    is_found_BW = length_BW > 0
     return Evidence(jnp.where(is_found_BW, token_BW, NO_TOKEN), jnp.where(is_found_BW, weight_BW, 0.0))
-
-
-def extended(path_NM: jax.Array, token_n: jax.Array) -> jax.Array:
-  """[n, M] i32: paths one token longer. Of paths of no length, which nobody looks up, there are none."""
-  return jnp.concatenate([token_n[:, None], path_NM], axis=1)[:, : path_NM.shape[1]]
