@@ -129,7 +129,7 @@ def test_values_are_measured_where_nodes_are_accepted():
   is_accepted = rng.random(20_000) < np.exp(log_q)
   nothing = np.zeros(20_000, np.int32)
   nodes = Nodes(log_q, log_q, nothing, nothing, is_accepted, is_accepted)
-  found = tune.calibration(nodes, Traced([[1, 0]], [4], Chain(1)), temperature=0.0)
+  found = tune.path_values(nodes, Traced([[1, 0]], [4], Chain(1)), temperature=0.0)
   assert len(found.value) == tune.NUM_KNOTS
   assert found.value[-1] > 0.9
   np.testing.assert_allclose(found.value, np.exp(found.log_q), atol=0.08)

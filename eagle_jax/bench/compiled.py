@@ -37,7 +37,7 @@ class Estimate(NamedTuple):
   bytes_moved: float  # over the main memory's bus, as the compiler placed the buffers
   bytes_accessed: float  # by all operations, as if none of their results stayed in fast memory until the next
   flops: float
-  optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN where the compiler gives none
+  optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN if the compiler gives none or < 0
   cycles: float  # sum of the compiler's estimates of operations, as it placed them; NaN where it gives none
   temporary_bytes: float
 
@@ -45,12 +45,13 @@ class Estimate(NamedTuple):
   def of(cls, counted: Any, placed: Any, bytes_needed: float) -> 'Estimate':
     """Of a program compiled with NO_COPIES_AHEAD, and as it would run."""
     cost, hlo = counted.cost_analysis(), placed.as_text()
+    optimal_s = cost.get('optimal_seconds', np.nan)
     return cls(
       bytes_needed=bytes_needed,
       bytes_moved=bytes_moved(hlo),
       bytes_accessed=cost['bytes accessed'],
       flops=cost['flops'],
-      optimal_s=cost.get('optimal_seconds', np.nan),
+      optimal_s=optimal_s if optimal_s >= 0 else np.nan,
       cycles=estimated_cycles(hlo),
       temporary_bytes=placed.memory_analysis().temp_size_in_bytes,
     )

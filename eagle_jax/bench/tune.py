@@ -45,6 +45,7 @@ NUM_KNOTS = 12
 NUM_HALVINGS = 3  # of the draft vocabulary
 DEPTHS = 2, 8  # of the trees whose cycles differ by what their levels take
 CONTEXTS = (64, 960)  # tokens
+NUM_ROWS = 8  # answers that are traced together
 NUM_CYCLES = 16
 NUM_ROUNDS = 6
 NUM_RUNS = 3  # of a form in a round: behind a long context, filling the cache takes longer than they do
@@ -202,7 +203,16 @@ def plain_answers(
   return examples(target, [say(number, prompt) for number, prompt in enumerate(prompts)])
 
 
-def calibration(nodes: Nodes, traced: Traced, *, temperature: float) -> Calibration:
+def calibration(
+  target: Target, drafter: Drafter, temperature: float, answers: Sequence[Example], *, policy: TreePolicy
+) -> Calibration:
+  """Measured along answers of one temperature, in trees that are large enough to show what smaller ones would hold."""
+  how: Any = {'policy': policy, 'num_rows': NUM_ROWS}
+  nodes, traced = observe(target, drafter, answers, **how), trace(target, drafter, answers, **how)
+  return path_values(nodes, traced, temperature=temperature)
+
+
+def path_values(nodes: Nodes, traced: Traced, *, temperature: float) -> Calibration:
   """Values of paths as measured: means of nodes of equal summed confidence, made to rise with the log-probability.
 
   Nodes of equal number would say little: of the trees' nodes most are all but never accepted.
@@ -240,39 +250,23 @@ def tune(
     max_new_tokens: an answer.
     progress: wraps what takes long, as tqdm does.
   """
-  answers_by_temperature = {
+  answers = {
     temperature: plain_answers(target, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
     for temperature in TEMPERATURES
   }
-  answers = answers_by_temperature[0.0]
-  num_rows = min(8, len(answers))
-  tried = vocabularies(target, drafter, answers, batch=batch, num_prompt=contexts[0], progress=progress)
+  greedy = answers[TEMPERATURES[0]]
+  tried = vocabularies(target, drafter, greedy, batch=batch, num_prompt=contexts[0], progress=progress)
   num_ids = max(tried, key=lambda one: one.tau / one.cycle_ms).num_ids
   drafter = drafter.first_ids(num_ids)
   parts = part_costs(target, drafter, batch=batch, contexts=contexts, progress=progress)
-  traces = {
-    policy: trace(target, drafter, answers, policy=policy, num_rows=num_rows)
-    for policy in progress(CANDIDATES, desc='traces')
-    if max(policy.fanouts) <= num_ids
-  }
-  tau = {policy: traced.tau for policy, traced in traces.items()} | {Plain(): 1.0}
-  rates = [
-    Rate.of(policy, tok_per_s=1000 * batch * tau[policy] / parts.times[0].cycle_ms(policy), tau=tau[policy])
-    for policy in tau
-  ]
-  modelled = tuple(sorted(rates, key=lambda rate: -rate.tok_per_s))
-  widest = max(traces, key=lambda policy: policy.num_nodes)
-
-  def calibrated(temperature: float, said: Sequence[Example]) -> Calibration:
-    how: Any = {'policy': widest, 'num_rows': num_rows}
-    nodes, traced = observe(target, drafter, said, **how), trace(target, drafter, said, **how)
-    return calibration(nodes, traced, temperature=temperature)
-
+  candidates = [policy for policy in CANDIDATES if max(policy.fanouts) <= num_ids]
+  modelled = modelled_rates(target, drafter, greedy, candidates, parts=parts, progress=progress)
+  widest = max(candidates, key=lambda policy: policy.num_nodes)
   costs = Costs(
     **vars(parts),
     policies=modelled,
     modelled=modelled,
-    calibrations=tuple(calibrated(*one) for one in answers_by_temperature.items()),
+    calibrations=tuple(calibration(target, drafter, *one, policy=widest) for one in answers.items()),
     num_ids=num_ids,
     vocabularies=tried,
   )
@@ -280,6 +274,26 @@ def tune(
   chosen = [Plain(), *drafting[:NUM_TIMED], *adaptive_forms(costs)]
   how: Any = {'batch': batch, 'max_new_tokens': max_new_tokens, 'costs': costs, 'progress': progress}
   return dataclasses.replace(costs, policies=decoded(target, drafter, prompts, chosen, **how))
+
+
+def modelled_rates(
+  target: Target,
+  drafter: Drafter,
+  answers: Sequence[Example],
+  policies: Sequence[TreePolicy],
+  *,
+  parts: Parts,
+  progress: Callable,
+) -> tuple[Rate, ...]:
+  """Of the policies and plain decoding behind the first context: traced tau over modelled time; best first."""
+  tau: dict[TreePolicy, float] = {Plain(): 1.0}
+  for policy in progress(policies, desc='traces'):
+    tau[policy] = trace(target, drafter, answers, policy=policy, num_rows=NUM_ROWS).tau
+  rates = [
+    Rate.of(policy, tok_per_s=1000 * parts.batch * tau[policy] / parts.times[0].cycle_ms(policy), tau=tau[policy])
+    for policy in tau
+  ]
+  return tuple(sorted(rates, key=lambda rate: -rate.tok_per_s))
 
 
 def vocabularies(
@@ -293,8 +307,8 @@ def vocabularies(
   policy = Chain(3, lookup=True)
   forms: Any = {num_ids: build(target, lesser[num_ids], policy=policy) for num_ids in sizes}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  num_rows = min(8, len(answers))
-  tau = {size: trace(target, lesser[size], answers, policy=policy, num_rows=num_rows).tau for size in sizes}
+  how: Any = {'policy': policy, 'num_rows': NUM_ROWS}
+  tau = {size: trace(target, lesser[size], answers, **how).tau for size in sizes}
   return tuple(Vocabulary(n, float(np.isin(spoken, ids[:n]).mean()), tau[n], ms[n]) for n in sizes)
 
 
