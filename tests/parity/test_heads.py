@@ -195,7 +195,9 @@ def test_eagle_heads(target, tmp_path, layout, qkv_bias):
 
 
 @pytest.mark.parametrize(
-  ('layout', 'taps'), [(safeailab, (2, 3, 3)), (sglang, (1, 3, 4)), (speculators, (0, 2, 5))], ids=lambda x: str(x)
+  ('layout', 'taps'),
+  [(safeailab, (2, 3, 3)), (sglang, (1, 3, 4)), (speculators, (0, 2, 5))],
+  ids=lambda x: getattr(x, '__name__', str(x)),
 )
 def test_eagle3_heads(target, tmp_path, layout, taps):
   w = eagle3_weights()
