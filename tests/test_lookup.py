@@ -35,7 +35,7 @@ def test_what_followed_the_longest_match(seed):
   text_BS = rng.integers(0, 2, (3, 60)).astype(np.int32)
   text_BS[2] = np.tile([0, 1, 1], 20)
   newest_B = np.asarray([rng.integers(0, 20), 59, 50], np.int32)
-  drafted_BW = rng.integers(0, 2, (3, 2)).astype(np.int32)
+  drafted_BW = rng.integers(0, 3, (3, 2)).astype(np.int32)  # a letter that no text has, too
 
   @jax.jit
   def follow(lookup: Lookup):

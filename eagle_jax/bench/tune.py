@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.bench.calibration import Said, examples
+from eagle_jax.bench.calibration import NUM_ROWS, Said, examples
 from eagle_jax.bench.measure import warm
 from eagle_jax.cost import Calibration, Costs, Parts, Rate, Times, Vocabulary
 from eagle_jax.decode import build, generate
@@ -45,7 +45,6 @@ NUM_KNOTS = 12
 NUM_HALVINGS = 3  # of the draft vocabulary
 DEPTHS = 2, 8  # of the trees whose cycles differ by what their levels take
 CONTEXTS = (64, 960)  # tokens
-NUM_ROWS = 8  # answers that are traced together
 NUM_CYCLES = 16
 NUM_ROUNDS = 6
 NUM_RUNS = 3  # of a form in a round: behind a long context, filling the cache takes longer than they do
@@ -307,8 +306,7 @@ def vocabularies(
   policy = Chain(3, lookup=True)
   forms: Any = {num_ids: build(target, lesser[num_ids], policy=policy) for num_ids in sizes}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  how: Any = {'policy': policy, 'num_rows': NUM_ROWS}
-  tau = {size: trace(target, lesser[size], answers, **how).tau for size in sizes}
+  tau = {size: trace(target, lesser[size], answers, policy=policy, num_rows=NUM_ROWS).tau for size in sizes}
   return tuple(Vocabulary(n, float(np.isin(spoken, ids[:n]).mean()), tau[n], ms[n]) for n in sizes)
 
 
