@@ -51,7 +51,7 @@ class Checked(NamedTuple):
   tree: DraftTree  # [B, T] fields
   verdict: Verdict
   rows: NewRows  # [B, G, P, K], of the target's cache
-  followed: Any  # what the drafter makes of the path
+  shown: Any  # taps along the path
 
 
 def num_rows(num_nodes: int, batch: int, *, min_rows: int = 1) -> int:
@@ -66,10 +66,7 @@ def num_rows(num_nodes: int, batch: int, *, min_rows: int = 1) -> int:
 
 
 def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nodes: int, spec: Spec) -> Checked:
-  """rerank -> target pass -> verify -> the drafter's pass along the path, for trees of `num_nodes`.
-
-  The result has the shapes of the policy's largest.
-  """
+  """rerank -> target pass -> verify, for trees of `num_nodes`; the result has the shapes of the policy's largest."""
   max_depth = spec.policy.max_depth
   tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(candidates)
   full = padded(tree, num_rows(num_nodes, tree.token.shape[0], min_rows=spec.min_rows))
@@ -78,25 +75,8 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
   taps, rows = spec.target.forward(params.target, full.token, position_BT, mask_BTT, state.cache)
   logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_rows(full, logits_VBT, state, max_depth=max_depth)
-
-  def follow(num_path: int):  # a row is (feature of a path node, token after it): the drafter's one-token shift
-    shown = at_rows(taps, verdict.path[:, :num_path])
-    return spec.drafter.follow(params.drafter, state.drafter, verdict.token[:, :num_path], shown)
-
-  num_path = min(num_nodes, spec.max_path)
-  followed = follow(num_path)
-  if num_path < spec.max_path:
-    followed = _padded_like(followed, jax.eval_shape(lambda: follow(spec.max_path)))
-  return Checked(padded(tree, spec.policy.num_nodes), verdict, rows.at(verdict.path), followed)
-
-
-def _padded_like(small: Any, large: Any) -> Any:
-  """A pytree with zeros behind every axis that is longer in `large`."""
-
-  def pad(x, like):
-    return jnp.pad(x, [(0, there - here) for here, there in zip(x.shape, like.shape, strict=True)])
-
-  return jax.tree.map(pad, small, large)
+  shown = at_rows(taps, verdict.path)
+  return Checked(padded(tree, spec.policy.num_nodes), verdict, rows.at(verdict.path), shown)
 
 
 def num_drafted(candidates: Candidates, policy: TreePolicy) -> jax.Array:
@@ -124,7 +104,10 @@ def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   is_live_B = ~state.is_done
   best = spec.policy.best_size(economy, candidates.log_q, is_live_B)
   checked = jax.lax.switch(best, sizes) if len(sizes) > 1 else sizes[0]()
-  after = commit(state, checked.verdict, checked.rows, checked.followed, spec=spec)
+  verdict = checked.verdict
+  # A row of the drafter is (feature of a node, token after it): its one-token shift.
+  followed = spec.drafter.follow(params.drafter, state.drafter, verdict.token, checked.shown)
+  after = commit(state, verdict, checked.rows, followed, spec=spec)
   num_nodes = state.num_nodes + jnp.where(is_live_B, jnp.asarray(spec.policy.sizes, jnp.int32)[best], 0)
   num_levels = state.num_levels + jnp.where(is_live_B, num_drafted(candidates, spec.policy), 0)
   return Cycle(after._replace(num_nodes=num_nodes, num_levels=num_levels).constrained(), checked)

@@ -38,7 +38,7 @@ SHAPES: tuple[Chain | DynamicTree, ...] = (
 )  # fmt: skip
 CANDIDATES: tuple[TreePolicy, ...] = tuple(dataclasses.replace(shape, lookup=True) for shape in SHAPES)
 WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycles, beside the sum of their parts
-DEEP = 3, 8, 16  # width, depth and nodes of an adaptive tree for text that repeats itself
+DEEP = 3, 7, 8  # width, depth and nodes of an adaptive tree for text that repeats itself
 NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
 TEMPERATURES = (0.0, 1.0)  # of the texts that paths are valued on, the first of which rates are measured on
 NUM_KNOTS = 12

@@ -41,7 +41,7 @@ class DraftNetwork(Protocol):
     """Takes in what was committed.
 
     Args:
-      followed: what `follow` returned; where P stands in a shape it may be larger, for padding.
+      followed: what `follow` returned.
       count_B: [B] i32, how many of the P rows count. 0 leaves a batch row as it is.
     """
     ...
