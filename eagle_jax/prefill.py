@@ -1,6 +1,5 @@
 """Prompt to the first `DecodeState`: one target pass over all prompt tokens, and the first new token."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -10,9 +9,10 @@ import numpy as np
 
 from eagle_jax.cache import append
 from eagle_jax.commit import at_rows, is_eos
-from eagle_jax.draft.policy import Plain
+from eagle_jax.draft import DraftNetwork
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.target import TargetNetwork
 from eagle_jax.tree import NO_TOKEN
 
 MIN_BUCKET = 16
@@ -108,13 +108,23 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
   limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
   num_slots = slots_for(num_prompt, num_new, spec)
-  static = {'spec': dataclasses.replace(spec, policy=Plain()), 'num_slots': num_slots, 'num_new': num_new}
+  static = {'target': spec.target, 'drafter': spec.drafter, 'num_slots': num_slots, 'num_new': num_new}
   return (params._replace(economies=()), tokens_BL, length_B, row_id_B, sampling, limits), static
 
 
-@functools.partial(jax.jit, static_argnames=('spec', 'num_slots', 'num_new'))
+@functools.partial(jax.jit, static_argnames=('target', 'drafter', 'num_slots', 'num_new'))
 def run_prefill(
-  params: Params, tokens_BL, length_B, row_id_B, sampling: Sampling, limits: Limits, *, spec: Spec, num_slots, num_new
+  params: Params,
+  tokens_BL,
+  length_B,
+  row_id_B,
+  sampling: Sampling,
+  limits: Limits,
+  *,
+  target: TargetNetwork,
+  drafter: DraftNetwork,
+  num_slots: int,
+  num_new: int,
 ) -> DecodeState:
   """The program behind `prefill`.
 
@@ -124,18 +134,18 @@ def run_prefill(
   batch, num_prompt = tokens_BL.shape
   position_BL = jnp.broadcast_to(jnp.arange(num_prompt), tokens_BL.shape)
   causal_BLL = jnp.broadcast_to(jnp.tri(num_prompt, dtype=bool), (batch, num_prompt, num_prompt))
-  nothing = spec.target.init_cache(batch, 0)
-  taps, rows = spec.target.forward(params.target, tokens_BL, position_BL, causal_BLL, nothing)
+  nothing = target.init_cache(batch, 0)
+  taps, rows = target.forward(params.target, tokens_BL, position_BL, causal_BLL, nothing)
   newest = at_rows(taps, (length_B - 1)[:, None])
-  logits_VB = spec.target.logits(params.target, newest)[..., 0]
+  logits_VB = target.logits(params.target, newest)[..., 0]
   root_B = jax.vmap(choose, in_axes=(1, sampling.row_axes(), 0, 0))(logits_VB, sampling, row_id_B, length_B)
 
   next_BL = jnp.roll(tokens_BL, -1, axis=1).at[jnp.arange(batch), length_B - 1].set(root_B, mode='clip')
-  followed = spec.drafter.follow(params.drafter, spec.drafter.init(batch, 0), next_BL, taps)
+  followed = drafter.follow(params.drafter, drafter.init(batch, 0), next_BL, taps)
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
-    cache=append(spec.target.init_cache(batch, num_slots), rows, length_B),
-    drafter=spec.drafter.absorb(spec.drafter.init(batch, num_slots), followed, length_B),
+    cache=append(target.init_cache(batch, num_slots), rows, length_B),
+    drafter=drafter.absorb(drafter.init(batch, num_slots), followed, length_B),
     root=root_B,
     text=jnp.pad(tokens_BL, ((0, 0), (0, num_slots + 1 - num_prompt))).at[jnp.arange(batch), length_B].set(root_B),
     num_tokens=one_B,

@@ -122,7 +122,8 @@ def test_features_of_half_the_bits_do(target, drafter, generation, examples):
 
 def test_all_batches_share_two_programs(target, drafter, examples, monkeypatch):
   chex.clear_trace_counter()
-  for jitted, static in ((run_prefill, ('spec', 'num_slots', 'num_new')), (decode_loop, ('spec',))):
+  sized = 'target', 'drafter', 'num_slots', 'num_new'
+  for jitted, static in ((run_prefill, sized), (decode_loop, ('spec',))):
     counted = jax.jit(chex.assert_max_traces(jitted.__wrapped__, n=1), static_argnames=static)
     monkeypatch.setattr(replay, jitted.__name__, counted)
   trace(target, drafter, examples, policy=Chain(1), num_rows=7)

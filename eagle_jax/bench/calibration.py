@@ -13,8 +13,6 @@ from eagle_jax.train.answers import features
 from eagle_jax.train.replay import Nodes, observe
 from eagle_jax.train.shards import Example
 
-NUM_ROWS = 8
-
 
 class Reliability(NamedTuple):
   """Confidence against acceptance, in M bins of equal width."""
@@ -79,7 +77,7 @@ def calibrate(
   """
   once = [answer for answer in answers if answer.repeat == 0]
   said = [Said(answer.row_id, answer.prompt, answer.plain.tokens, answer.temperature, seed) for answer in once]
-  nodes = observe(target, drafter, examples(target, said), policy=policy, num_rows=NUM_ROWS)
+  nodes = observe(target, drafter, examples(target, said), policy=policy)
   bins = reliability(nodes)
   return {
     'expected_error': bins.expected_error,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.bench.calibration import NUM_ROWS, Said, examples
+from eagle_jax.bench.calibration import Said, examples
 from eagle_jax.bench.measure import warm
 from eagle_jax.cost import Calibration, Costs, Parts, Rate, Times, Vocabulary
 from eagle_jax.decode import build, generate
@@ -47,7 +47,7 @@ DEPTHS = 2, 8  # of the trees whose cycles differ by what their levels take
 CONTEXTS = (64, 960)  # tokens
 NUM_CYCLES = 16
 NUM_ROUNDS = 6
-NUM_RUNS = 3  # of a form in a round: behind a long context, filling the cache takes longer than they do
+NUM_RUNS = 3  # of a form in a round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,7 @@ def cycles_ms(
   """
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
+  filled: dict[Callable, Any] = {}  # by the program that filled it; most forms share theirs
   ready, best = {}, dict.fromkeys(forms, float('inf'))
   fills, runs = Program(run_prefill), Program(decode_loop)
   with using(mesh_of(target.params)):
@@ -89,12 +90,14 @@ def cycles_ms(
         eos_ids=(),
       )
       fill, _ = fills.compile(*arguments, **static)
-      ready[name] = fill, arguments, runs.compile(params, fill(*arguments), spec=spec)[0], params
+      if fill not in filled:
+        filled[fill] = fill(*arguments)
+      run, _ = runs.compile(params, filled[fill], spec=spec)
+      ready[name] = params, filled[fill], run
     for _ in progress(range(NUM_ROUNDS), desc='rounds'):
-      for name, (fill, arguments, run, params) in ready.items():
-        filled = fill(*arguments)
+      for name, (params, first, run) in ready.items():
         for _ in range(NUM_RUNS):
-          state = jax.block_until_ready(jax.tree.map(jnp.copy, filled))  # the loop takes it for itself
+          state = jax.block_until_ready(jax.tree.map(jnp.copy, first))  # the loop takes it for itself
           start = time.perf_counter()
           state = jax.block_until_ready(run(params, state))
           best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
@@ -206,8 +209,8 @@ def calibration(
   target: Target, drafter: Drafter, temperature: float, answers: Sequence[Example], *, policy: TreePolicy
 ) -> Calibration:
   """Measured along answers of one temperature, in trees that are large enough to show what smaller ones would hold."""
-  how: Any = {'policy': policy, 'num_rows': NUM_ROWS}
-  nodes, traced = observe(target, drafter, answers, **how), trace(target, drafter, answers, **how)
+  nodes = observe(target, drafter, answers, policy=policy)
+  traced = trace(target, drafter, answers, policy=policy)
   return path_values(nodes, traced, temperature=temperature)
 
 
@@ -287,7 +290,7 @@ def modelled_rates(
   """Of the policies and plain decoding behind the first context: traced tau over modelled time; best first."""
   tau: dict[TreePolicy, float] = {Plain(): 1.0}
   for policy in progress(policies, desc='traces'):
-    tau[policy] = trace(target, drafter, answers, policy=policy, num_rows=NUM_ROWS).tau
+    tau[policy] = trace(target, drafter, answers, policy=policy).tau
   rates = [
     Rate.of(policy, tok_per_s=1000 * parts.batch * tau[policy] / parts.times[0].cycle_ms(policy), tau=tau[policy])
     for policy in tau
@@ -306,7 +309,7 @@ def vocabularies(
   policy = Chain(3, lookup=True)
   forms: Any = {num_ids: build(target, lesser[num_ids], policy=policy) for num_ids in sizes}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  tau = {size: trace(target, lesser[size], answers, policy=policy, num_rows=NUM_ROWS).tau for size in sizes}
+  tau = {size: trace(target, lesser[size], answers, policy=policy).tau for size in sizes}
   return tuple(Vocabulary(n, float(np.isin(spoken, ids[:n]).mean()), tau[n], ms[n]) for n in sizes)
 
 

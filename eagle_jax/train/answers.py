@@ -136,7 +136,7 @@ class Answerer:
     limits: Any = np.int32(max_new_tokens), np.asarray([*target.config.eos_ids] or [NO_TOKEN], np.int32)
     self._limits = Limits(*limits)
     self._num_slots = bucket(max_prompt) + max_new_tokens
-    self._static = {'spec': self._spec, 'num_new': max_new_tokens}
+    self._static = {'target': self._spec.target, 'drafter': self._spec.drafter, 'num_new': max_new_tokens}
 
   def answer(self, requests: Iterable[Request]) -> Iterator[Answer]:
     """Yields the answers as they are finished. An answer depends on its request and the seed alone.

@@ -29,7 +29,6 @@ from eagle_jax.train.shards import Example
 from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
 
 BEST_BY = 'chain_tau'
-TRACED_ROWS = 8
 
 
 def train(
@@ -103,7 +102,7 @@ def train(
         metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
         if traced:
           drafter = outcome.drafter(state.params)
-          metrics['tree_tau'] = trace(target, drafter, traced, policy=DynamicTree(), num_rows=TRACED_ROWS).tau
+          metrics['tree_tau'] = trace(target, drafter, traced, policy=DynamicTree()).tau
         log_held_out(step, metrics)
         meter.show(metrics)
         if checkpoints.save(state, metrics):

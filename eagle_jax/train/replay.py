@@ -25,6 +25,8 @@ from eagle_jax.target.transformer import Target
 from eagle_jax.train.shards import Example
 from eagle_jax.tree import NO_TOKEN, DraftTree
 
+NUM_ROWS = 8
+
 
 class Text(NamedTuple):
   """What `Replay` recites: its parameters. S places, padded at the end."""
@@ -136,7 +138,7 @@ class Traced:
 
 
 def trace(
-  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int
+  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int = NUM_ROWS
 ) -> Traced:
   """Decodes the recorded answers anew: in float32, and with features of float32, `num_accepted` is that of `generate`.
 
@@ -173,7 +175,7 @@ class Nodes(NamedTuple):
 
 
 def observe(
-  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int
+  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int = NUM_ROWS
 ) -> Nodes:
   """What becomes of each drafted node; those beyond an answer's end are left out. See `trace` for the arguments."""
   seen: list[Nodes] = []

@@ -72,20 +72,6 @@ def run(
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   data = _gather(target, config, out / 'shards', prompts, prompts_hash)
   log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
-  provenance = {
-    'command': command,
-    'commit': _commit(),
-    'target': config['TARGET'],
-    'prompts_sha256': prompts_hash,
-    'data': {name: repr(kind) for name, kind in config['DATA'].items()},
-    'recipe': repr(config['RECIPE']),
-    'initial': initial,
-    'num_examples': len(data.examples),
-    'num_answer_tokens': int(sum(example.is_answer.sum() for example in data.examples)),
-    'not_used': data.not_used,
-    'device': jax.devices()[0].device_kind,
-    'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'flax', 'optax', 'orbax-checkpoint')},
-  }
   return train(
     target,
     config['DRAFTER'],
@@ -94,7 +80,7 @@ def run(
     config['RECIPE'],
     out / variant if variant else out,
     initial=first,
-    provenance=provenance,
+    provenance={'command': command, 'prompts_sha256': prompts_hash, 'initial': initial, **_provenance(config, data)},
     report_every=report_every,
     num_traced=config.get('NUM_TRACED', 16),
     progress=True,
@@ -133,6 +119,21 @@ def _gather(
     gathered.held_out.extend(examples[-num_held_out:])
     gathered.not_used[name] = dict(refused)
   return gathered
+
+
+def _provenance(config: Mapping[str, Any], data: _Gathered) -> dict[str, Any]:
+  """With what a drafter was made."""
+  return {
+    'commit': _commit(),
+    'target': config['TARGET'],
+    'data': {name: repr(kind) for name, kind in config['DATA'].items()},
+    'recipe': repr(config['RECIPE']),
+    'num_examples': len(data.examples),
+    'num_answer_tokens': int(sum(example.is_answer.sum() for example in data.examples)),
+    'not_used': data.not_used,
+    'device': jax.devices()[0].device_kind,
+    'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'flax', 'optax', 'orbax-checkpoint')},
+  }
 
 
 def _require_same(path: Path, settings: dict[str, Any]) -> None:
