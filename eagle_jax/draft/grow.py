@@ -75,7 +75,8 @@ def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outl
   frontier = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
   first = 1
   for depth, fanout in enumerate(policy.fanouts):
-    run = jax.jit(functools.partial(_level, step, depth, fanout))  # traced once, though `_perhaps` asks for its shapes
+    # Jitted, a level is traced once, though `_perhaps` asks for its shapes too.
+    run = jax.jit(functools.partial(step, depth=depth, fanout=fanout))
     is_worth: Any = True if depth == 0 else outlook.is_level_worth(depth, frontier.log_q)
     children, carry = run(carry, frontier) if is_worth is True else _perhaps(is_worth, run, carry, frontier)
     width = policy.widths[depth + 1] if depth + 1 < policy.max_depth else 0
@@ -84,10 +85,6 @@ def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outl
     levels.append(level)
     first += policy.widths[depth] * fanout
   return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *levels)
-
-
-def _level(step: Callable, depth: int, fanout: int, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
-  return step(carry, frontier, depth, fanout)
 
 
 def _perhaps(is_worth: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
