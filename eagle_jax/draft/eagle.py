@@ -53,6 +53,15 @@ class Followed(NamedTuple):
   rows: NewRows  # one layer
 
 
+class Drafted(NamedTuple):
+  """What one level of a tree hands to the next; M counts the rows of all levels but the last, the newest at the end."""
+
+  out: jax.Array  # [D, B, W], of the level's nodes
+  mask: jax.Array  # [B, W, M] bool, which drafted rows they see
+  memory: tuple[jax.Array, jax.Array]  # [B, G, M, K], keys and values of those rows
+  match: Any  # [B, W, S] i32, of `lookup.Lookup`; None without it
+
+
 @dataclasses.dataclass(frozen=True)
 class Eagle:
   """`EagleHead` as the pure functions that the decode loop calls (`draft.DraftNetwork`).
@@ -134,26 +143,37 @@ class Eagle:
     """Grows every row's candidates."""
     length_B, lookup = state.cache.length, outlook.lookup
 
-    def step(carry, frontier: Frontier, depth: int, fanout: int):
-      out_DBW, mask_BWM, match_BWS, drafted = carry
-      if depth > 0:  # the root's own output is there already
-        # A node's feature is the output at its parent; it sees what its parent saw, and itself.
-        of_parent = functools.partial(jnp.take_along_axis, indices=frontier.parent_slot[..., None], axis=1, mode='clip')
-        feature_DBW = jnp.take_along_axis(self.feed(params, out_DBW), frontier.parent_slot[None], axis=2, mode='clip')
-        batch, width = frontier.token.shape
-        itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
-        mask_BWM = jnp.concatenate([of_parent(mask_BWM), itself_BWW], axis=2)
-        position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
-        rows = frontier.token, feature_DBW, position_BW, mask_BWM
-        out_DBW, drafted = self.forward(params, *rows, state.cache, drafted)
-        match_BWS = None if lookup is None else lookup.extended(of_parent(match_BWS), frontier.token)
-      noise = functools.partial(outlook.noise, depth + 1)
+    def children(out_DBW, match_BWS, depth: Any, fanout: int) -> Children:
       evidence = None if lookup is None else lookup.after(match_BWS)
-      return self.children(params, out_DBW, noise, fanout, evidence), (out_DBW, mask_BWM, match_BWS, drafted)
+      return self.children(params, out_DBW, functools.partial(outlook.noise, depth + 1), fanout, evidence)
 
-    nothing_B10 = jnp.zeros((root_B.shape[0], 1, 0), bool)
+    @functools.partial(jax.jit, static_argnames='fanout')  # levels of equal width are traced once
+    def level(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
+      # A node's feature is the output at its parent; it sees what its parent saw, and itself.
+      of_parent = functools.partial(jnp.take_along_axis, indices=frontier.parent_slot[..., None], axis=1, mode='clip')
+      feature_DBW = jnp.take_along_axis(self.feed(params, drafted.out), frontier.parent_slot[None], axis=2, mode='clip')
+      batch, width = frontier.token.shape
+      itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+      mask_BWM = jnp.concatenate([of_parent(drafted.mask), itself_BWW], axis=2)
+      position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
+      rows = frontier.token, feature_DBW, position_BW, mask_BWM
+      out_DBW, memory = self.forward(params, *rows, state.cache, drafted.memory)
+      match_BWS = None if lookup is None else lookup.extended(of_parent(drafted.match), frontier.token)
+      kept = jax.tree.map(lambda x_BGMK: x_BGMK[:, :, width:], memory)
+      after = Drafted(out_DBW, mask_BWM[..., width:], kept, match_BWS)
+      return children(out_DBW, match_BWS, depth, fanout), after
+
+    def step(drafted: Drafted, frontier: Frontier, depth: int, fanout: int) -> tuple[Children, Drafted]:
+      if depth == 0:  # the root's own output is there already
+        return children(drafted.out, drafted.match, depth, fanout), drafted
+      return level(drafted, frontier, jnp.int32(depth), fanout=fanout)
+
+    num_earlier = sum(policy.widths[1:-1])
+    batch, num_heads, _, head_dim = state.cache.keys[0].shape
+    mask_B1M = jnp.zeros((batch, 1, num_earlier), bool)
+    memory = (jnp.zeros((batch, num_heads, num_earlier, head_dim), self.dtype),) * 2
     match_B1S = None if lookup is None else lookup.match()
-    return grow(step, (state.feature[..., None], nothing_B10, match_B1S, None), root_B, policy, outlook)
+    return grow(step, Drafted(state.feature[..., None], mask_B1M, memory, match_B1S), root_B, policy, outlook)
 
   def children(
     self, params, out_DBW: jax.Array, noise: Callable, fanout: int, evidence: Evidence | None = None

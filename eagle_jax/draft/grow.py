@@ -75,8 +75,7 @@ def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outl
   frontier = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
   first = 1
   for depth, fanout in enumerate(policy.fanouts):
-    # Jitted, a level is traced once, though `_perhaps` asks for its shapes too.
-    run = jax.jit(functools.partial(step, depth=depth, fanout=fanout))
+    run = functools.partial(step, depth=depth, fanout=fanout)
     is_worth: Any = True if depth == 0 else outlook.is_level_worth(depth, frontier.log_q)
     children, carry = run(carry, frontier) if is_worth is True else _perhaps(is_worth, run, carry, frontier)
     width = policy.widths[depth + 1] if depth + 1 < policy.max_depth else 0
