@@ -22,11 +22,11 @@ from eagle_jax.verify import Verdict, verify
 def outlook(state: DecodeState, economy: Any, *, spec: Spec) -> Outlook:
   """What drafters may know: the noise that the target will add to its logits, which levels pay, and the text."""
 
-  def noise(depth: int, token_UB: jax.Array) -> jax.Array:
+  def noise(depth: int | jax.Array, token_UB: jax.Array) -> jax.Array:
     of_rows = jax.vmap(perturbation, (state.sampling.row_axes(), 0, 0, 1), out_axes=1)
     return of_rows(state.sampling, state.row_id, state.cache.length + depth, token_UB)
 
-  def is_level_worth(depth: int, log_q_BW: jax.Array):
+  def is_level_worth(depth: int | jax.Array, log_q_BW: jax.Array):
     return spec.policy.is_level_worth(economy, log_q_BW, ~state.is_done, depth=depth)
 
   return Outlook(noise, is_level_worth, Lookup(state.text, state.cache.length) if spec.policy.lookup else None)

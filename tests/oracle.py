@@ -16,7 +16,7 @@ import numpy as np
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.draft.drafter import NoDrafter
-from eagle_jax.draft.grow import Children, grow
+from eagle_jax.draft.grow import Children, first_width, grow
 from eagle_jax.draft.policy import Plain
 from eagle_jax.loop import decode_loop, result
 from eagle_jax.prefill import prepare, run_prefill
@@ -115,15 +115,18 @@ class OracleDrafter:
     return Memory(state.hash + first_B + added_B, state.position + count_B)
 
   def propose(self, params, state: Memory, root_B, policy, outlook):
-    def step(parents_BW, frontier, depth: int, fanout: int):
-      hash_BW = parents_BW
-      if depth > 0:
-        hash_BW = jnp.take_along_axis(parents_BW, frontier.parent_slot, axis=1)
-        hash_BW += ingredient(frontier.token, jnp.broadcast_to(state.position[:, None] + depth, frontier.token.shape))
+    def children(hash_BW, depth, fanout: int) -> Children:
       noise_VB = outlook.noise(depth + 1, every_token(self.vocab_size, len(root_B)))
-      return self.children(hash_BW, noise_VB, fanout), hash_BW
+      return self.children(hash_BW, noise_VB, fanout)
 
-    return grow(step, state.hash[:, None], root_B, policy, outlook)
+    def step(parents_BW, frontier, depth, fanout: int):
+      hash_BW = jnp.take_along_axis(parents_BW, frontier.parent_slot, axis=1)
+      hash_BW += ingredient(frontier.token, jnp.broadcast_to(state.position[:, None] + depth, frontier.token.shape))
+      return children(hash_BW, depth, fanout), hash_BW
+
+    roots = children(state.hash[:, None], 0, policy.fanouts[0])
+    hash_BW = jnp.repeat(state.hash[:, None], first_width(policy), axis=1)
+    return grow(roots, step, hash_BW, root_B, policy, outlook)
 
   def children(self, hash_BW, noise_VB, fanout: int) -> Children:
     """`fanout` different tokens a node; each rank is a quarter as likely to be the true one as the rank before."""

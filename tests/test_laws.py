@@ -127,11 +127,13 @@ def numpy_tree(policy, levels: list[Children], root: int):
 @functools.partial(jax.jit, static_argnames=('policy', 'root'))
 def library_tree(policy, levels: list[Children], root: int) -> DraftTree:
   def step(carry, frontier, depth, fanout):
-    assert frontier.token.shape == (1, policy.widths[depth])
-    assert fanout == policy.fanouts[depth]
-    return jax.tree.map(lambda x: x[None], levels[depth]), carry
+    shape = frontier.token.shape[1], fanout
+    alike = [d for d, level in enumerate(levels) if level.token.shape == shape]
+    at = jnp.searchsorted(jnp.asarray(alike), depth)
+    return jax.tree.map(lambda *x: jnp.stack(x)[at][None], *(levels[d] for d in alike)), carry
 
-  candidates = grow(step, (), jnp.full(1, root, jnp.int32), policy, ALWAYS)
+  roots = jax.tree.map(lambda x: x[None], levels[0])
+  candidates = grow(roots, step, (), jnp.full(1, root, jnp.int32), policy, ALWAYS)
   return rerank(jax.tree.map(lambda x: x[0], candidates), num_nodes=policy.num_nodes)
 
 
@@ -158,11 +160,15 @@ def test_a_static_tree_is_its_template(template):
   """Tokens spell paths: child c of node x is 10 x + c + 1. Nodes with children come first, and yet all is in order."""
   policy = StaticTree(template)
 
-  def step(carry, frontier, depth, fanout):
-    token_BWC = 10 * frontier.token[..., None] + 1 + jnp.arange(fanout).reshape(1, 1, -1)
-    return Children(token_BWC, jnp.full(token_BWC.shape, -1.0)), carry
+  def children(token_BW, fanout):
+    token_BWC = 10 * token_BW[..., None] + 1 + jnp.arange(fanout).reshape(1, 1, -1)
+    return Children(token_BWC, jnp.full(token_BWC.shape, -1.0))
 
-  candidates = grow(step, (), jnp.zeros(1, jnp.int32), policy, ALWAYS)
+  def step(carry, frontier, depth, fanout):
+    return children(frontier.token, fanout), carry
+
+  root_B = jnp.zeros(1, jnp.int32)
+  candidates = grow(children(root_B[:, None], policy.fanouts[0]), step, (), root_B, policy, ALWAYS)
   tree = rerank(jax.tree.map(lambda x: x[0], candidates), num_nodes=policy.num_nodes)
   spelt = [int('0' + ''.join(str(rank + 1) for rank in path)) for path in template]
   assert sorted(tree.token.tolist()) == sorted([0, *spelt])

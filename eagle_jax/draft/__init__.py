@@ -15,9 +15,9 @@ class Outlook(NamedTuple):
 
   # (depth, [U, B] i32 target ids) -> [U, B] f32: what the target adds to the logits of these ids when it draws the
   # token of each row so many edges below the root.
-  noise: Callable[[int, jax.Array], jax.Array]
+  noise: Callable[[int | jax.Array, jax.Array], jax.Array]
   # (depth, [B, W] f32 log-probabilities of a frontier there) -> [] bool, or True: is it worth drafting its children?
-  is_level_worth: Callable[[int, jax.Array], Any]
+  is_level_worth: Callable[[int | jax.Array, jax.Array], Any]
   lookup: Lookup | None = None  # the text so far, if the policy looks things up in it
 
 

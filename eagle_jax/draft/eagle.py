@@ -17,7 +17,7 @@ from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft import Outlook
-from eagle_jax.draft.grow import Children, Frontier, grow
+from eagle_jax.draft.grow import Children, Frontier, first_width, grow
 from eagle_jax.draft.lookup import Evidence
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
@@ -147,8 +147,7 @@ class Eagle:
       evidence = None if lookup is None else lookup.after(match_BWS)
       return self.children(params, out_DBW, functools.partial(outlook.noise, depth + 1), fanout, evidence)
 
-    @functools.partial(jax.jit, static_argnames='fanout')  # levels of equal width are traced once
-    def level(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
+    def step(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
       # A node's feature is the output at its parent; it sees what its parent saw, and itself.
       of_parent = functools.partial(jnp.take_along_axis, indices=frontier.parent_slot[..., None], axis=1, mode='clip')
       feature_DBW = jnp.take_along_axis(self.feed(params, drafted.out), frontier.parent_slot[None], axis=2, mode='clip')
@@ -163,17 +162,15 @@ class Eagle:
       after = Drafted(out_DBW, mask_BWM[..., width:], kept, match_BWS)
       return children(out_DBW, match_BWS, depth, fanout), after
 
-    def step(drafted: Drafted, frontier: Frontier, depth: int, fanout: int) -> tuple[Children, Drafted]:
-      if depth == 0:  # the root's own output is there already
-        return children(drafted.out, drafted.match, depth, fanout), drafted
-      return level(drafted, frontier, jnp.int32(depth), fanout=fanout)
-
-    num_earlier = sum(policy.widths[1:-1])
-    batch, num_heads, _, head_dim = state.cache.keys[0].shape
-    mask_B1M = jnp.zeros((batch, 1, num_earlier), bool)
-    memory = (jnp.zeros((batch, num_heads, num_earlier, head_dim), self.dtype),) * 2
     match_B1S = None if lookup is None else lookup.match()
-    return grow(step, Drafted(state.feature[..., None], mask_B1M, memory, match_B1S), root_B, policy, outlook)
+    roots = children(state.feature[..., None], match_B1S, 0, policy.fanouts[0])
+    width, num_earlier = first_width(policy), sum(policy.widths[1:-1])
+    batch, num_heads, _, head_dim = state.cache.keys[0].shape
+    out_DBW = jnp.repeat(state.feature[..., None], width, axis=2)
+    match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, width, axis=1)
+    mask_BWM = jnp.zeros((batch, width, num_earlier), bool)
+    memory = (jnp.zeros((batch, num_heads, num_earlier, head_dim), self.dtype),) * 2
+    return grow(roots, step, Drafted(out_DBW, mask_BWM, memory, match_BWS), root_B, policy, outlook)
 
   def children(
     self, params, out_DBW: jax.Array, noise: Callable, fanout: int, evidence: Evidence | None = None

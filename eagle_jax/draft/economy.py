@@ -83,14 +83,14 @@ def best_size(economy: Economy, log_q_BA: jax.Array, is_live_B: jax.Array, *, si
   return jnp.argmax(gain_M).astype(jnp.int32)
 
 
-def is_level_worth(economy: Economy, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int) -> jax.Array:
+def is_level_worth(economy: Economy, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> jax.Array:
   """[] bool: will the children of this frontier bring more tokens than the time to draft them is worth?
 
   Args:
     economy: costs and values.
     log_q_BW: [B, W] f32, of each row's frontier at `depth`.
     is_live_B: [B] bool.
-    depth: static.
+    depth: [] i32.
   """
   value_B = jnp.where(is_live_B, economy.gains.values(log_q_BW).sum(axis=1), 0)
   steps = economy.prices.draft_ms[depth] / economy.prices.plain_ms

@@ -5,11 +5,13 @@ in use scores -inf and carries NO_TOKEN.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.policy import TreePolicy
@@ -32,15 +34,36 @@ class Frontier(NamedTuple):
   parent_slot: jax.Array  # [W] i32, where in the last frontier the parent stood
 
 
+class Shape(NamedTuple):
+  """Of a level below the root's children: nodes in the frontiers, and the children that each offers."""
+
+  last_width: int  # below the root's children as many as there are of them
+  width: int
+  fanout: int
+  next_width: int  # below the deepest level as many as in it, for nobody
+
+  @classmethod
+  def of(cls, policy: TreePolicy, depth: int) -> 'Shape':
+    widths = policy.widths
+    return cls(widths[max(depth - 1, 1)], widths[depth], policy.fanouts[depth], (*widths, widths[-1])[depth + 1])
+
+
+def first_width(policy: TreePolicy) -> int:
+  """Nodes in the first frontier below the root; 1, for nobody, if the tree ends with the root's children."""
+  return (*policy.widths, 1)[1]
+
+
 def expand(
-  frontier: Frontier, children: Children, *, policy: TreePolicy, depth: int, first: int, width: int
+  frontier: Frontier, children: Children, first: jax.Array, *, policy: TreePolicy, depth: int | jax.Array, width: int
 ) -> tuple[Candidates, Frontier]:
   """One level: every frontier node's children become candidates; the best `width` of all form the next frontier.
 
   Args:
     frontier: one row's frontier at `depth`.
     children: theirs, [W, C].
-    first: number of the level's first candidate, static; child c of slot w is candidate first + w * C + c.
+    first: [] i32, number of the level's first candidate; child c of slot w is candidate first + w * C + c.
+    policy: static.
+    depth: 0 at the root; may be traced.
     width: size of the next frontier, static.
   """
   fanout = children.token.shape[1]
@@ -56,12 +79,18 @@ def expand(
   return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, best_W // fanout)
 
 
-def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:
+def grow(
+  roots: Children, step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outlook: Outlook
+) -> Candidates:
   """Grows every row's candidate tree to the policy's depth, or for as long as a level is worth its time.
 
+  Levels of one shape are one loop in the program, so a deeper tree compiles no slower.
+
   Args:
-    step: (carry, frontier, depth, fanout) -> (Children, carry): a drafter runs its network on the frontier's nodes.
-    carry: the drafter's own state.
+    roots: the root's children, [B, 1, C].
+    step: (carry, frontier, depth, fanout) -> (Children, carry): a drafter runs its network on the frontier's nodes,
+      `depth` edges below the root, [] i32.
+    carry: the drafter's own state, as after a step over `first_width` nodes that all are the root.
     root_B: [B] i32, the newest token of each row.
     policy: static.
     outlook: says which levels are worth their time; what is left out has unused nodes.
@@ -69,21 +98,47 @@ def grow(step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outl
   Returns:
     `Candidates` of A = 1 + sum(widths * fanouts) nodes a row.
   """
+  first_D = np.cumsum([1, *(width * fanout for width, fanout in zip(policy.widths, policy.fanouts, strict=True))])
+
+  def expanded(
+    frontier: Frontier, children: Children, depth: int | jax.Array, width: int
+  ) -> tuple[Candidates, Frontier]:
+    run = functools.partial(expand, policy=policy, depth=depth, width=width)
+    return jax.vmap(run, (0, 0, None))(frontier, children, jnp.asarray(first_D, jnp.int32)[depth])
+
+  def level(grown: tuple[Any, Frontier], depth: jax.Array, *, shape: Shape) -> tuple[tuple[Any, Frontier], Candidates]:
+    run = functools.partial(step, depth=depth, fanout=shape.fanout)
+    is_worth = outlook.is_level_worth(depth, grown[1].log_q)
+    children, carry = run(*grown) if is_worth is True else _perhaps(is_worth, run, *grown)
+    candidates, frontier = expanded(grown[1], children, depth, shape.next_width)
+    return (carry, frontier), candidates
+
   zero_B1 = jnp.zeros((root_B.shape[0], 1), jnp.int32)
   log_q_B1 = jnp.zeros(zero_B1.shape, jnp.float32)
-  levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1)]
-  frontier = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
-  first = 1
-  for depth, fanout in enumerate(policy.fanouts):
-    run = functools.partial(step, depth=depth, fanout=fanout)
-    is_worth: Any = True if depth == 0 else outlook.is_level_worth(depth, frontier.log_q)
-    children, carry = run(carry, frontier) if is_worth is True else _perhaps(is_worth, run, carry, frontier)
-    width = policy.widths[depth + 1] if depth + 1 < policy.max_depth else 0
-    expand_rows = jax.vmap(lambda f, c: expand(f, c, policy=policy, depth=depth, first=first, width=width))  # noqa: B023
-    level, frontier = expand_rows(frontier, children)
-    levels.append(level)
-    first += policy.widths[depth] * fanout
+  root = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
+  of_root, frontier = expanded(root, roots, 0, first_width(policy))
+  levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1), of_root]
+  grown = carry, frontier
+  for shape, depths in itertools.groupby(range(1, policy.max_depth), functools.partial(Shape.of, policy)):
+    grown, of_levels = _each(functools.partial(level, shape=shape), grown, jnp.asarray([*depths], jnp.int32))
+    levels.append(jax.tree.map(lambda x_LBn: x_LBn.swapaxes(0, 1).reshape(len(root_B), -1), of_levels))
   return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *levels)
+
+
+def _each(level: Callable, grown: Any, depth_L: jax.Array) -> tuple[Any, Candidates]:
+  """Level after level: what they leave, and their candidates, [L, B, n] fields.
+
+  On a CPU a loop: XLA:CPU reads a compiled program back in time that grows with the square of its size. Elsewhere level
+  by level, for a TPU keeps what it can of the drafter's weights in fast memory from one to the next.
+  """
+  if len(depth_L) == 1:  # which may leave other shapes than it was given
+    grown, candidates = level(grown, depth_L[0])
+    return grown, jax.tree.map(lambda x_Bn: x_Bn[None], candidates)
+
+  def run(unroll: int) -> Callable:
+    return lambda grown: jax.lax.scan(level, grown, depth_L, unroll=unroll)
+
+  return jax.lax.platform_dependent(grown, cpu=run(1), default=run(len(depth_L)))
 
 
 def _perhaps(is_worth: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:

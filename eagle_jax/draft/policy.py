@@ -51,11 +51,12 @@ class TreePolicy(Protocol):
     """May the drafter look at what the text said before? See `draft.lookup`."""
     ...
 
-  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
-    """[W, C] f32: what ranks the children of the frontier at `depth`. No child may outscore its parent."""
+  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
+    """[W, C] f32: what ranks the children of the frontier at `depth`, which may be traced. No child may outscore its
+    parent."""
     ...
 
-  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int) -> Any:
+  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> Any:
     """Should the frontier at `depth` be expanded? [] bool, or True for a policy that always does."""
     ...
 
@@ -76,7 +77,7 @@ class Fixed:
   def sizes(self) -> tuple[int, ...]:
     return (self.num_nodes,)
 
-  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int) -> Any:
+  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> Any:
     return True
 
   def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
@@ -98,7 +99,7 @@ class Plain(Fixed):
   widths = ()
   fanouts = ()
 
-  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
     raise AssertionError('Plain grows no level.')
 
   def describe(self) -> str:
@@ -143,7 +144,7 @@ class DynamicTree(Fixed):
   def fanouts(self) -> tuple[int, ...]:
     return (self.fanout,) * self.max_depth
 
-  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
     return log_q_WC
 
   def describe(self) -> str:
@@ -179,7 +180,7 @@ class Adaptive(DynamicTree):
   def sizes(self) -> tuple[int, ...]:
     return (*self.smaller, self.num_nodes)
 
-  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int) -> Any:
+  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> Any:
     return is_level_worth(economy, log_q_BW, is_live_B, depth=depth)
 
   def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
@@ -211,7 +212,7 @@ class Chain(Fixed):
   def fanouts(self) -> tuple[int, ...]:
     return (1,) * self.max_depth
 
-  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
     return log_q_WC
 
   def describe(self) -> str:
@@ -262,13 +263,19 @@ class StaticTree(Fixed):
   def fanouts(self) -> tuple[int, ...]:
     return tuple(1 + max(path[-1] for path in level) for level in self._levels[1:])
 
-  def score(self, depth: int, log_q_WC: jax.Array) -> jax.Array:
+  @functools.cached_property
+  def _scores(self) -> np.ndarray:
+    """[D, W, C] f32, by depth of the parent, its slot, and the child's rank."""
+    scores = np.full((self.max_depth, max(self.widths), max(self.fanouts)), -np.inf, np.float32)
+    children = [path for level in self._levels[1:] for path in level]
+    for number, path in enumerate(children, start=1):
+      scores[len(path) - 1, self._levels[len(path) - 1].index(path[:-1]), path[-1]] = -number
+    return scores
+
+  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
     """The later in the template, the lower; ranks outside it never count."""
-    first = sum(len(level) for level in self._levels[: depth + 1])
-    score_WC = np.full(log_q_WC.shape, -np.inf, np.float32)
-    for number, path in enumerate(self._levels[depth + 1], start=first):
-      score_WC[self._levels[depth].index(path[:-1]), path[-1]] = -number
-    return jax.numpy.asarray(score_WC)
+    width, fanout = log_q_WC.shape
+    return jax.numpy.asarray(self._scores)[depth, :width, :fanout]
 
   def describe(self) -> str:
     return f'static(num_nodes={self.num_nodes}, max_depth={self.max_depth})'
