@@ -48,18 +48,27 @@ def init(*, num_layers: int, batch: int, num_kv_heads: int, num_slots: int, head
   return KVCache(keys=zeros(), values=zeros(), length=jnp.zeros(batch, jnp.int32))
 
 
-def write(kv_BGSK: jax.Array, new_BGPK: jax.Array, start_B: jax.Array) -> jax.Array:
+def write(kept: Any, new: Any, start_B: jax.Array) -> Any:
   """Writes P rows at each batch row's own `start`. `start + P <= S` is the caller's duty: an update slice clamps.
 
   One update slice a batch row, because XLA does that in place; a `vmap` would make it a scatter, whose bounds check
   reads the old slots and makes XLA:CPU copy the cache.
+
+  Args:
+    kept: a pytree of arrays [B, G, S, K].
+    new: the same of [B, G, P, K].
+    start_B: [B] i32.
   """
 
-  def write_row(row, kv_BGSK):
-    new_1GPK = jax.lax.dynamic_slice_in_dim(new_BGPK, row, 1)
-    return jax.lax.dynamic_update_slice(kv_BGSK, new_1GPK, (row, 0, start_B[row], 0))
+  def write_row(row, kept):
+    def write_one(kv_BGSK, new_BGPK):
+      new_1GPK = jax.lax.dynamic_slice_in_dim(new_BGPK, row, 1)
+      return jax.lax.dynamic_update_slice(kv_BGSK, new_1GPK, (row, 0, start_B[row], 0))
 
-  return constrain(jax.lax.fori_loop(0, kv_BGSK.shape[0], write_row, kv_BGSK), CACHE_AXES)
+    return jax.tree.map(write_one, kept, new)
+
+  kept = jax.lax.fori_loop(0, start_B.shape[0], write_row, kept)
+  return jax.tree.map(lambda kv_BGSK: constrain(kv_BGSK, CACHE_AXES), kept)
 
 
 def append(cache: KVCache, rows: NewRows, count_B: jax.Array) -> KVCache:
@@ -73,6 +82,5 @@ def append(cache: KVCache, rows: NewRows, count_B: jax.Array) -> KVCache:
   # The count hangs on the tokens, and so on what all layers read; now the start does too. XLA copies a cache that it
   # may have to write while it is read: in plain decoding all of them, at every step.
   start_B = jnp.where(count_B < 0, 0, cache.length)
-  kept: Any = cache.keys, cache.values
-  keys, values = jax.tree.map(lambda kv, new: write(kv, new, start_B), kept, (rows.keys, rows.values))
+  keys, values = write((cache.keys, cache.values), (rows.keys, rows.values), start_B)
   return KVCache(keys, values, cache.length + count_B)
