@@ -131,6 +131,7 @@ def _each(level: Callable, grown: Any, depth_L: jax.Array) -> tuple[Any, Candida
   On a CPU a loop: XLA:CPU reads a compiled program back in time that grows with the square of its size. Elsewhere level
   by level, for a TPU keeps what it can of the drafter's weights in fast memory from one to the next.
   """
+  level = jax.jit(level)  # traced once for both
   if len(depth_L) == 1:  # which may leave other shapes than it was given
     grown, candidates = level(grown, depth_L[0])
     return grown, jax.tree.map(lambda x_Bn: x_Bn[None], candidates)
