@@ -84,7 +84,7 @@ def grow(
 ) -> Candidates:
   """Grows every row's candidate tree to the policy's depth, or for as long as a level is worth its time.
 
-  Levels of one shape are one loop in the program, so a deeper tree compiles no slower.
+  Levels of one shape are traced once.
 
   Args:
     roots: the root's children, [B, 1, C].
