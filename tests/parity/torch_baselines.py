@@ -2,8 +2,9 @@
 
     python tests/parity/torch_baselines.py [TASK ...]
 
-Greedy, float32, batch 1: plain `generate`, and with prompt lookup (its speculation without a drafter). Beside it, ours:
-python launch/bench.py. The share of texts that equal our plain decoding's is printed too.
+Greedy, float32, batch 1: plain `generate`, with prompt lookup (its speculation without a drafter), and with assisted
+generation, the assistant being the target's own first layers. Beside it, ours: python launch/bench.py. The share of
+texts that equal our plain decoding's is printed too.
 """
 
 import sys
@@ -16,7 +17,12 @@ import eagle_jax
 from eagle_jax.bench.questions import QUESTIONS, read_questions
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 4, 128
-WAYS = {'plain': {}, 'prompt lookup': {'prompt_lookup_num_tokens': 5}}
+NUM_EARLY = 15  # layers of 30, as the assistant: the target's family has no smaller model
+WAYS = {
+  'plain': {},
+  'prompt lookup': {'prompt_lookup_num_tokens': 5},
+  f'assisted by {NUM_EARLY} layers': {'assistant_early_exit': NUM_EARLY},
+}
 
 
 def answer(model, prompt: list[int], **options) -> tuple[list[int], float]:
