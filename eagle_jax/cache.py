@@ -21,10 +21,6 @@ class KVCache(NamedTuple):
   values: tuple[jax.Array, ...]  # a layer: [B, G, S, K]
   length: jax.Array  # [B] i32, committed rows
 
-  @property
-  def num_slots(self) -> int:
-    return self.keys[0].shape[2]
-
 
 class NewRows(NamedTuple):
   """What a pass found for the rows it ran, to be appended or forgotten."""
@@ -38,9 +34,15 @@ class NewRows(NamedTuple):
     return jax.tree.map(lambda kv_BGTK: take(kv_BGTK, index_BP), self)
 
 
-def init(*, num_layers: int, batch: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype) -> KVCache:
-  """An empty cache; with no slots at all for a pass over whole texts. Its slots must stay finite: hence zeros."""
-  shape = (batch, num_kv_heads, num_slots, head_dim)
+def init(config: Any, *, num_layers: int, batch: int, num_slots: int, dtype: Any) -> KVCache:
+  """An empty cache; with no slots at all for a pass over whole texts. Its slots must stay finite: hence zeros.
+
+  Args:
+    config: says `num_kv_heads` and `head_dim`.
+    num_layers, batch, num_slots: sizes.
+    dtype: of keys and values.
+  """
+  shape = (batch, config.num_kv_heads, num_slots, config.head_dim)
 
   def zeros() -> tuple[jax.Array, ...]:
     return tuple(constrain(jnp.zeros(shape, dtype), CACHE_AXES) for _ in range(num_layers))

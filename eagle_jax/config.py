@@ -152,3 +152,15 @@ class Eagle3Config(_HeadSizes):
     if not 0 <= min(taps) <= max(taps) < num_layers:
       raise ValueError(f'Drafter {self.name!r} reads the inputs of layers {taps}; this target has {num_layers} layers.')
     return taps
+
+
+def require_match(drafter: DrafterConfig | Eagle3Config, target: TargetConfig) -> None:
+  """ValueError if the drafter is for another target."""
+  pairs = {'width': (drafter.target_width, target.width), 'vocab_size': (drafter.vocab_size, target.vocab_size)}
+  wrong = [f'{name} {ours} instead of {theirs}' for name, (ours, theirs) in pairs.items() if ours != theirs]
+  if wrong:
+    raise ValueError(
+      f'Drafter {drafter.name!r} is for another target than {target.name!r}: {", ".join(wrong)}. '
+      'Load the drafter that was trained for this target.'
+    )
+  drafter.tapped_layers(target.num_layers)

@@ -10,7 +10,7 @@ Requests are checked, and padded in NumPy, before any tracing.
 
 import dataclasses
 import logging
-import math
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from eagle_jax.config import Eagle3Config
+from eagle_jax.config import Eagle3Config, require_match
 from eagle_jax.cost import Costs, find
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
@@ -90,11 +90,7 @@ def build(
   network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
   if isinstance(chosen, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain())
-  if (drafter.config.target_width, drafter.config.vocab_size) != (target.config.width, target.config.vocab_size):
-    raise ValueError(
-      f'The drafter is for a target of width {drafter.config.target_width} and vocabulary {drafter.config.vocab_size}; '
-      f'this one has {target.config.width} and {target.config.vocab_size}. Load the drafter trained for this target.'
-    )
+  require_match(drafter.config, target.config)
   num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
   if (fanout := max(chosen.fanouts)) > num_ids:
     raise ValueError(
@@ -225,14 +221,16 @@ def generate(
       (state.text, state.cache.length, state.num_accepted, Work.of(state))
     )
     decode_s = time.perf_counter() - start
-  tokens = [
-    row[root + 1 - num_new : root + 1].tolist()
-    for row, root, num_new in zip(text_BS, root_B, work.num_tokens, strict=True)
-  ]
+  tokens = [_newest(*row) for row in zip(text_BS, root_B, work.num_tokens, strict=True)]
   num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, work.num_passes, strict=True)]
   seconds = {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
   text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
   return Generation(tokens, text, num_accepted, work.stats(spec, seconds))
+
+
+def _newest(text_S: np.ndarray, root: np.integer, num_new: np.integer) -> list[int]:
+  """The last tokens of a text up to the root's place."""
+  return text_S[root + 1 - num_new : root + 1].tolist()
 
 
 class Work(NamedTuple):
@@ -275,13 +273,14 @@ def stream(
   policy: str | TreePolicy = 'auto',
   row_ids: Sequence[int] | None = None,
   eos_ids: Sequence[int] | None = None,
+  costs: Costs | None = None,
 ) -> 'Stream':
   """Yields the text of one prompt step by step; joined, it is that of `generate`. Arguments as there.
 
   Raises:
     ValueError: as `generate`, at the call and not at the first chunk.
   """
-  params, spec = build(target, drafter, policy=policy)
+  params, spec = build(target, drafter, policy=policy, costs=costs)
   prompts: Any = [prompt]
   arguments, static = _request(
     target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
@@ -329,8 +328,7 @@ class Stream(Iterator[Chunk]):
     text_1S, (root,), num_accepted_1N, is_done, work = jax.device_get(
       (state.text, state.cache.length, state.num_accepted, state.is_done, Work.of(state))
     )
-    num_new = int(work.num_tokens[0] - self._work.num_tokens[0])
-    tokens = text_1S[0, root + 1 - num_new : root + 1].tolist()
+    tokens = _newest(text_1S[0], root, work.num_tokens[0] - self._work.num_tokens[0])
     self._work = work
     num_passes = int(work.num_passes[0])
     text = ''
@@ -342,7 +340,12 @@ class Stream(Iterator[Chunk]):
 def _request(target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids):
   """Checks a request and pads it in NumPy: the arguments of `run_prefill`."""
   ids = _encode(target, prompts)
-  _check(target, ids, max_new_tokens, temperature, top_k, top_p, seed)
+  for name, value in (('max_new_tokens', max_new_tokens), ('top_k', top_k), ('seed', seed)):
+    _require_int32(name, value)
+  for name, values in (('row_ids', row_ids), ('eos_ids', eos_ids)):
+    for value in values if values is not None else ():
+      _require_int32(f'{name} {values}: one', value)
+  _check(target, ids, max_new_tokens, temperature, top_k, top_p)
   if row_ids is not None and len(row_ids) != len(ids):
     raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
   tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
@@ -372,7 +375,16 @@ def _encode(target: Target, prompts: Any) -> list[list[int]]:
   return [[int(token) for token in row] for row in prompts]
 
 
-def _check(target: Target, ids: list[list[int]], max_new_tokens, temperature, top_k, top_p, seed) -> None:
+def _require_int32(name: str, value: Any) -> None:
+  try:
+    is_good = -(2**31) <= operator.index(value) < 2**31
+  except TypeError:
+    is_good = False
+  if not is_good:
+    raise ValueError(f'{name} is {value!r}; an integer of 32 bits is needed.')
+
+
+def _check(target: Target, ids: list[list[int]], max_new_tokens, temperature, top_k, top_p) -> None:
   vocab_size, max_context = target.config.vocab_size, target.config.max_context
   for row, tokens in enumerate(ids):
     if not tokens:
@@ -384,11 +396,9 @@ def _check(target: Target, ids: list[list[int]], max_new_tokens, temperature, to
         f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
         f'{max_context}. Shorten the prompt or lower max_new_tokens.'
       )
-  if not 0 <= temperature < math.inf:
+  if not 0 <= temperature <= float(np.finfo(np.float32).max):
     raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
   if top_k < 0:
     raise ValueError(f'top_k is {top_k}; an integer >= 0 is needed (0 keeps all tokens).')
   if not 0 < top_p <= 1:
     raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens).')
-  if not -(2**31) <= seed < 2**31:
-    raise ValueError(f'seed is {seed}; an integer of 32 bits is needed.')

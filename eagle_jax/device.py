@@ -15,8 +15,13 @@ _TRIES = 5
 def device_name() -> str:
   """Kind and number of devices; of a CPU, the number of its cores, which decides what rows cost."""
   kind, count = jax.devices()[0].device_kind, jax.device_count()
-  cores = f'-{len(os.sched_getaffinity(0))}cores' if jax.default_backend() == 'cpu' else ''
+  cores = f'-{_num_cores()}cores' if jax.default_backend() == 'cpu' else ''
   return f'{kind}{cores}' if count == 1 else f'{count}x{kind}{cores}'
+
+
+def _num_cores() -> int | None:
+  """That this process may use; of the whole machine where the system does not say, as on macOS."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 
 @functools.cache

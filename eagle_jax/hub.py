@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from eagle_jax.config import require_match
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.sharding import mesh_of
 from eagle_jax.target.transformer import Target
@@ -84,7 +85,7 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   """
   path = _drafter_folder(name_or_path)
   config = heads.read_head_config(path, folder.read_config(path))
-  _require_match(config, target.config)
+  require_match(config, target.config)
   dtype = target.params['embed']['weight'].dtype if dtype is None else dtype
   table, mesh = naming.drafter_table(config), mesh_of(target.params)
   params = assemble(heads.read_head_tensors(path), table, dtype, mesh=mesh, source=str(path))
@@ -110,17 +111,6 @@ def _drafter_folder(name_or_path: str | Path) -> Path:
       'Pass one of them, or a folder with config.json and model.safetensors.'
     )
   return path
-
-
-def _require_match(drafter, target) -> None:
-  pairs = {'width': (drafter.target_width, target.width), 'vocab_size': (drafter.vocab_size, target.vocab_size)}
-  wrong = [f'{name} {ours} instead of {theirs}' for name, (ours, theirs) in pairs.items() if ours != theirs]
-  if wrong:
-    raise ValueError(
-      f'Drafter {drafter.name!r} is for another target than {target.name!r}: {", ".join(wrong)}. '
-      'Load the drafter that was trained for this target.'
-    )
-  drafter.tapped_layers(target.num_layers)
 
 
 def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = None, *, dtype: Any = None) -> None:

@@ -97,7 +97,7 @@ def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens."""
   economy: Any = ()
   if params.economies:  # a batch goes through one program, so it weighs costs as its rows do in the mean
-    economy = params.economies.at(num_slots=state.cache.num_slots, temperature=state.sampling.temperature.mean())
+    economy = params.economies.at(num_slots=state.num_slots, temperature=state.sampling.temperature.mean())
   look = outlook(state, economy, spec=spec)
   candidates = spec.drafter.propose(params.drafter, state.drafter, state.root, spec.policy, look)
   sizes = [functools.partial(check, params, state, candidates, num_nodes=n, spec=spec) for n in spec.policy.sizes]

@@ -99,8 +99,8 @@ def _first_best(score_V: jax.Array) -> jax.Array:
   return jnp.where(score_V == score_V.max(), index_V, score_V.shape[0] - 1).min()
 
 
-def choose(logits_V: jax.Array, sampling: Sampling, row_id: jax.Array, position: jax.Array) -> jax.Array:
-  """[] i32: the target's own token at `position`, the same for every tree that leads there.
+def perturbed(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
+  """[V] f32, logits whose largest is the target's choice: filtered and with noise, or untouched where that is greedy.
 
   What greedy decoding needs none of is in a branch, and in it the filters in one more, which hangs on scalars that no
   `vmap` over rows touches.
@@ -119,4 +119,9 @@ def choose(logits_V: jax.Array, sampling: Sampling, row_id: jax.Array, position:
     is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
     return jax.lax.cond(is_filtered, kept, lambda: logits_V) + sampling.temperature * noise_V
 
-  return _first_best(jax.lax.cond(sampling.temperature > 0, drawn, lambda: logits_V))
+  return jax.lax.cond(sampling.temperature > 0, drawn, lambda: logits_V)
+
+
+def choose(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
+  """[] i32: the target's own token at `position`, the same for every tree that leads there. See `perturbed`."""
+  return _first_best(perturbed(logits_V, sampling, row_id, position))

@@ -75,6 +75,11 @@ class DecodeState(NamedTuple):
   limits: Limits
 
   @property
+  def num_slots(self) -> int:
+    """S, of the cache."""
+    return self.text.shape[1] - 1
+
+  @property
   def num_prompt(self) -> jax.Array:
     """[B] i32: all that was emitted is in the cache, but for the root."""
     return self.cache.length + 1 - self.num_tokens

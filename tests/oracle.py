@@ -7,7 +7,7 @@ length occurs; it looks at the noise as well, since a tree is lossless whatever 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,16 +60,18 @@ class OracleTarget:
 
   vocab_size: int = 13
   eos_ids: tuple[int, ...] = ()
+  num_kv_heads: ClassVar[int] = 1
+  head_dim: ClassVar[int] = 1
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
-    return kv_cache.init(num_layers=1, batch=batch, num_kv_heads=1, num_slots=num_slots, head_dim=1, dtype=jnp.float32)
+    return kv_cache.init(self, num_layers=1, batch=batch, num_slots=num_slots, dtype=jnp.float32)
 
   def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewRows]:
     def total(is_seen, part):
       return jnp.where(is_seen, part, jnp.uint32(0)).sum(axis=-1, dtype=jnp.uint32)
 
     token_BS, position_BS = (kv[0][:, 0, :, 0].astype(jnp.int32) for kv in (cache.keys, cache.values))
-    is_committed_BS = jnp.arange(cache.num_slots)[None] < cache.length[:, None]
+    is_committed_BS = jnp.arange(token_BS.shape[1])[None] < cache.length[:, None]
     hash_B = total(is_committed_BS, ingredient(token_BS, position_BS))
     hash_BT = hash_B[:, None] + total(mask_BTT, ingredient(token_BT, position_BT)[:, None])
     new = (x_BT.astype(jnp.float32)[:, None, :, None] for x_BT in (token_BT, position_BT))

@@ -132,7 +132,9 @@ def test_a_stopped_run_goes_on(pair, answers, tmp_path, monkeypatch):
     next(bench.measure(ASKED, [0.0], log, {**SETTINGS, 'seed': 4}))
 
 
-@pytest.mark.parametrize('how', [{}, {'temperature': 1.0, 'seed': 5}, {'temperature': 1.0, 'top_k': 2}], ids=str)
+@pytest.mark.parametrize(
+  'how', [{}, {'temperature': 1.0, 'seed': 5}, {'temperature': 1.0, 'top_k': 2}, {'top_k': 1}], ids=str
+)
 def test_where_texts_part_the_gap_is_that_of_the_best_two(pair, how):
   target, _ = pair
   prompt, plain, sampling = [2, 9, 9], [7, 8, 9, 5], Sampling.of(**how)
@@ -141,7 +143,7 @@ def test_where_texts_part_the_gap_is_that_of_the_best_two(pair, how):
   network = TransformerTarget(target.config)
   logits_V = network.logits(target.params, network.read(target.params, jnp.asarray([[2, 9, 9, 7, 8]])))[:, 0, -1]
   noise_V = position_noise(sampling.seed, 4, 5, jnp.arange(31))
-  kept_V = logits_V if 'top_k' not in how else jnp.where(logits_V >= jnp.sort(logits_V)[-2], logits_V, -jnp.inf)
+  kept_V = logits_V if how.get('top_k') != 2 else jnp.where(logits_V >= jnp.sort(logits_V)[-2], logits_V, -jnp.inf)
   best = np.sort(np.asarray(kept_V + sampling.temperature * noise_V))[::-1]
   np.testing.assert_allclose(gap, best[0] - best[1], rtol=1e-5)
 

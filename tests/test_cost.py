@@ -12,9 +12,11 @@ import tiny
 from eagle_jax import cost, decode, device
 from eagle_jax.bench import shapes, tune
 from eagle_jax.bench.plots import plot_costs
+from eagle_jax.config import Eagle3Config
 from eagle_jax.cost import Calibration, Costs, Parts, Rate, Times, Vocabulary, between
+from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
-from eagle_jax.train.replay import Nodes, Traced
+from eagle_jax.train.replay import Nodes, Traced, trace
 
 SHORT = Times(
   num_slots=100, verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
@@ -192,6 +194,23 @@ def test_an_adaptive_policy_does_what_pays_and_says_how_much(here, tok_per_s, wo
   assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == work
 
 
+def test_an_adaptive_policy_is_traced(here):
+  target, drafter, policy = tiny.target(), tiny.drafter(), COSTS.policies[0].policy
+  cost.write(COSTS)
+  prompts = [[1, 2, 3], [4]]
+  answers = tune.plain_answers(target, prompts, max_new_tokens=9, temperature=0.0)
+  decoded = [decode.generate(target, drafter, [prompt], max_new_tokens=9, policy=policy) for prompt in prompts]
+  traced = trace(target, drafter, answers, policy=policy, num_rows=1)
+  assert traced.num_accepted == [out.num_accepted[0] for out in decoded]
+
+
+def test_an_eagle3_head_is_refused_before_anything_is_decoded():
+  sizes = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
+  drafter = Drafter(Eagle3Config(**sizes, target_width=32, taps=(0, 0, 0)), {})
+  with pytest.raises(ValueError, match='EAGLE-3 head cannot be traced'):
+    tune.tune(tiny.target(), drafter, [[1, 2, 3]])
+
+
 def test_an_adaptive_policy_needs_costs(here):
   with pytest.raises(ValueError, match='adaptive.*run launch/cost.py'):
     decode.build(tiny.target(), tiny.drafter(), policy=Adaptive(2, 2, 3, 6))
@@ -207,7 +226,7 @@ def test_a_pair_is_tuned(here, monkeypatch):
   monkeypatch.setattr(tune, 'CANDIDATES', (Chain(1), DynamicTree(2, 2, 2, 4)))
   monkeypatch.setattr(tune, 'bytes_per_s', lambda: 1e9)
   costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], contexts=(8, 40), max_new_tokens=8)
-  assert [times.num_slots for times in costs.times] == [16, 48]
+  assert [times.num_slots for times in costs.times] == [32, 64]
   assert all((set(times.verify_ms), set(times.draft_ms)) == ({1, 2, 4}, {1, 2}) for times in costs.times)
   assert [one.temperature for one in costs.calibrations] == [0, 1]
   assert all(list(one.value) == sorted(one.value) for one in costs.calibrations)

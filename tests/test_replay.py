@@ -17,7 +17,7 @@ from eagle_jax.loop import decode_loop
 from eagle_jax.prefill import pad_prompts, run_prefill
 from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.train import replay
-from eagle_jax.train.replay import Traced, first_answer, trace
+from eagle_jax.train.replay import Traced, first_answer, observe, trace
 from eagle_jax.train.shards import Example
 
 NUM_NEW = 24
@@ -147,6 +147,14 @@ def test_no_example_is_an_error(target, drafter):
     trace(target, drafter, [], policy=Chain(3), num_rows=5)
 
 
+def test_answers_of_one_token_say_nothing(target, drafter, examples):
+  short = [e._replace(token=e.token[:n + 1], is_answer=e.is_answer[:n + 1], feature=e.feature[:n])
+           for e in examples for n in [int(np.argmax(e.is_answer))]]  # fmt: skip
+  assert trace(target, drafter, short, policy=Chain(3), num_rows=5).num_passes == 0
+  with pytest.raises(ValueError, match='longer than one token'):
+    observe(target, drafter, short, policy=Chain(3), num_rows=5)
+
+
 def test_statistics_by_hand():
   # Two answers of 7 and 3 tokens, the first token of each from prefill.
   #   room before the pass   6  3  1 | 2
@@ -154,7 +162,6 @@ def test_statistics_by_hand():
   traced = Traced([[2, 1, 1], [0]], [7, 3], Chain(3))
   assert traced.num_passes == 4
   assert traced.tau == 8 / 4
-  assert traced.nodes_per_token == 4 / 2
   # Depth 1: all four tried, three hit. Depth 2: the third pass had no room, so one of two. Depth 3: missed once.
   assert traced.acceptance == (3 / 4, 1 / 2, 0)
   none = Traced([[], []], [1, 1], Chain(1))

@@ -16,7 +16,7 @@ from eagle_jax.bench.questions import Question
 from eagle_jax.decode import Generation, generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.sampling import Sampling, keep, perturbation
+from eagle_jax.sampling import Sampling, perturbed
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.weights.files import replacing
 
@@ -162,7 +162,5 @@ def gap_where_they_part(
   network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
   taps = network.read(target.params, jnp.asarray([context]))
   logits_V = network.logits(target.params, taps)[:, 0, -1]
-  kept_V = jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf)
-  noise_V = perturbation(sampling, row_id, len(context), jnp.arange(target.config.vocab_size))
-  best, second = jax.lax.top_k(kept_V + noise_V, 2)[0]
+  best, second = jax.lax.top_k(perturbed(logits_V, sampling, row_id, len(context)), 2)[0]
   return float(best - second)

@@ -20,13 +20,13 @@ from eagle_jax.draft import Outlook
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop
-from eagle_jax.prefill import prepare, run_prefill, slots_for
+from eagle_jax.prefill import bucket, prepare, run_prefill, slots_for
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, using
 from eagle_jax.state import Params, Spec
 from eagle_jax.target.transformer import Target
-from eagle_jax.train.replay import Nodes, Traced, observe, trace
+from eagle_jax.train.replay import Nodes, Traced, observe, require_traceable, trace
 from eagle_jax.train.shards import Example
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
@@ -64,10 +64,15 @@ class Blank(NoDrafter):
 Forms = Mapping[Hashable, tuple[Params, Spec]]  # what is timed, by any name
 
 
+def room(forms: Forms, *, num_prompt: int) -> int:
+  """Cache slots that are enough for every form."""
+  return max(slots_for(num_prompt, bucket(NUM_CYCLES), spec) for _, spec in forms.values())
+
+
 def cycles_ms(
   target: Target, forms: Forms, *, batch: int, num_prompt: int, progress: Callable
 ) -> dict[Hashable, float]:
-  """Milliseconds a target pass of each form's decode loop, everything in it included.
+  """Milliseconds a target pass of each form's decode loop, everything in it included, behind caches of one size.
 
   The least of several rounds, in each of which all forms run in turn: the speed of a shared machine drifts, and forms
   that were timed one after the other would differ by that.
@@ -76,6 +81,7 @@ def cycles_ms(
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
   filled: dict[Callable, Any] = {}  # by the program that filled it; most forms share theirs
   ready, best = {}, dict.fromkeys(forms, float('inf'))
+  num_slots = room(forms, num_prompt=num_prompt)
   fills, runs = Program(run_prefill), Program(decode_loop)
   with using(mesh_of(target.params)):
     for name, (params, spec) in progress([*forms.items()], desc='compiling'):
@@ -89,7 +95,7 @@ def cycles_ms(
         row_ids=None,
         eos_ids=(),
       )
-      fill, _ = fills.compile(*arguments, **static)
+      fill, _ = fills.compile(*arguments, **static | {'num_slots': num_slots})
       if fill not in filled:
         filled[fill] = fill(*arguments)
       run, _ = runs.compile(params, filled[fill], spec=spec)
@@ -164,7 +170,7 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
   forms |= {(width, depth): form(DynamicTree(width, width, depth, 3, True)) for width in widths for depth in DEPTHS}
   forms |= {policy.describe(): form(policy) for policy in (shortest, *whole)}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  num_slots = slots_for(num_prompt, NUM_CYCLES, spec)
+  num_slots = room(forms, num_prompt=num_prompt)
   caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_slots), spec.drafter.init(batch, num_slots)))
   target_bytes, drafter_bytes = bytes_read(params, *caches, has_tied_head=target.config.tied_head)
   return Times(
@@ -251,7 +257,11 @@ def tune(
     contexts: tokens before the passes that are timed, ascending.
     max_new_tokens: an answer.
     progress: wraps what takes long, as tqdm does.
+
+  Raises:
+    ValueError: the drafter cannot be traced: it is an EAGLE-3 head.
   """
+  require_traceable(target, drafter)
   answers = {
     temperature: plain_answers(target, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
     for temperature in TEMPERATURES
@@ -304,7 +314,7 @@ def vocabularies(
   """What the drafter comes to with all its ids, with the first half of them, the first quarter, ..."""
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
-  sizes = [len(ids) >> n for n in range(1 if drafter.has_own_head else NUM_HALVINGS + 1) if len(ids) >> n]
+  sizes = [len(ids) >> n for n in range(NUM_HALVINGS + 1) if len(ids) >> n]
   lesser = {num_ids: drafter.first_ids(num_ids) for num_ids in sizes}
   policy = Chain(3, lookup=True)
   forms: Any = {num_ids: build(target, lesser[num_ids], policy=policy) for num_ids in sizes}

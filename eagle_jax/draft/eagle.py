@@ -21,7 +21,17 @@ from eagle_jax.draft.grow import Children, Frontier, first_width, grow
 from eagle_jax.draft.lookup import Evidence
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sharding import constrain, constrain_rows
-from eagle_jax.target.layers import DecoderLayer, Linear, Mix, OverCache, Rotation, embed, float32_product, head_logits
+from eagle_jax.target.layers import (
+  DecoderLayer,
+  Linear,
+  Mix,
+  OverCache,
+  Rotation,
+  embed,
+  float32_product,
+  head_logits,
+  unmixed,
+)
 from eagle_jax.tree import NO_TOKEN, Candidates
 
 
@@ -74,26 +84,14 @@ class Eagle:
   dtype: Any = jnp.float32
 
   def init(self, batch: int, num_slots: int) -> EagleState:
-    c = self.config
-    cache = kv_cache.init(
-      num_layers=1,
-      batch=batch,
-      num_kv_heads=c.num_kv_heads,
-      num_slots=num_slots,
-      head_dim=c.head_dim,
-      dtype=self.dtype,
-    )
-    return EagleState(cache, jnp.zeros((c.width, batch), self.dtype))
+    cache = kv_cache.init(self.config, num_layers=1, batch=batch, num_slots=num_slots, dtype=self.dtype)
+    return EagleState(cache, jnp.zeros((self.config.width, batch), self.dtype))
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     row_D1 = jnp.zeros((self.config.width, 1), self.dtype)
     position_BT = jnp.zeros((1, 1), jnp.int32)
-
-    def mix(q_BGJTK, k_BGTK, v_BGTK):
-      return q_BGJTK, None
-
-    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, mix)['params']
+    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, unmixed)['params']
 
   def enter(self, params, taps) -> jax.Array:
     """[D, B, P], the features of target rows as the head takes them."""
@@ -207,6 +205,6 @@ class Eagle:
     if 'whole_head' not in params:
       return logits_UR
     noise_R = noise(evidence.token.T).T.reshape(-1)
-    told_R = float32_product('rd,dr->r', params['whole_head'][token_R], out_DR) + noise_R + weight_R
+    told_R = float32_product('dr,dr->r', embed(params['whole_head'], token_R), out_DR) + noise_R + weight_R
     is_new_R = (token_R != NO_TOKEN) & ~is_told_UR.any(axis=0)
     return jnp.concatenate([logits_UR, jnp.where(is_new_R, told_R, -jnp.inf)[None]])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from eagle_jax.config import Eagle3Config
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.target.layers import Attention, Linear, Mix, RMSNorm, Rotation, SwiGLU, embed
+from eagle_jax.target.layers import Attention, Linear, Mix, RMSNorm, Rotation, SwiGLU, embed, unmixed
 
 
 class Eagle3Head(nn.Module):
@@ -68,11 +68,7 @@ class Eagle3(Eagle):
     c = self.config
     taps = (jnp.zeros((c.target_width, 1), self.dtype),) * 3
     row_D1 = jnp.zeros((c.width, 1), self.dtype)
-
-    def mix(q_BGJTK, k_BGTK, v_BGTK):
-      return q_BGJTK, None
-
-    return Eagle3Head(c).init(key, row_D1, taps, jnp.zeros((1, 1), jnp.int32), mix, method='everything')['params']
+    return Eagle3Head(c).init(key, row_D1, taps, jnp.zeros((1, 1), jnp.int32), unmixed, method='everything')['params']
 
   def enter(self, params, taps) -> jax.Array:
     rows = tuple(tap_DBP.reshape(tap_DBP.shape[0], -1).astype(self.dtype) for tap_DBP in taps.residual)

@@ -144,6 +144,7 @@ def _each(level: Callable, grown: Any, depth_L: jax.Array) -> tuple[Any, Candida
 
 def _perhaps(is_worth: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
   """The level, or children that are all unused. A drafter only reads its cache, so nothing is copied for the branch."""
+  run = jax.jit(run)  # traced once for its shapes and for the branch
 
   def skip(carry, frontier):
     children, carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, carry, frontier))

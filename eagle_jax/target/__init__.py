@@ -11,9 +11,6 @@ class TargetNetwork(Protocol):
   """Pure functions over parameters; static and hashable. `tests/oracle.py` is the smallest one."""
 
   @property
-  def vocab_size(self) -> int: ...
-
-  @property
   def eos_ids(self) -> tuple[int, ...]:
     """Tokens that end a row unless the caller says others."""
     ...

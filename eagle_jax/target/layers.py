@@ -139,6 +139,11 @@ class Mix(Protocol):
     ...
 
 
+def unmixed(q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, None]:
+  """The `Mix` that looks at nothing: parameters are made with it."""
+  return q_BGJTK, None
+
+
 class OverCache(NamedTuple):
   """Grouped-query attention of T rows to the committed ones, and to new ones beside the cache.
 
@@ -195,8 +200,8 @@ class Attention(nn.Module):
     k, v = turned('k', G), project('v', G)
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k, v))
     out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
-    out_CR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
-    return Linear(c.width, name='o')(out_CR), memory
+    out_DR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
+    return Linear(c.width, name='o')(out_DR), memory
 
 
 class SwiGLU(nn.Module):

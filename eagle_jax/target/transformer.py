@@ -103,23 +103,12 @@ class TransformerTarget:
   tapped_layers: tuple[int, ...] = ()  # whose inputs `Taps.residual` shows
 
   @property
-  def vocab_size(self) -> int:
-    return self.config.vocab_size
-
-  @property
   def eos_ids(self) -> tuple[int, ...]:
     return self.config.eos_ids
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
-    c = self.config
-    return kv_cache.init(
-      num_layers=c.num_layers,
-      batch=batch,
-      num_kv_heads=c.num_kv_heads,
-      num_slots=num_slots,
-      head_dim=c.head_dim,
-      dtype=self.dtype,
-    )
+    num_layers = self.config.num_layers
+    return kv_cache.init(self.config, num_layers=num_layers, batch=batch, num_slots=num_slots, dtype=self.dtype)
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Random weights; under `jax.eval_shape`, the shapes that a checkpoint must have."""

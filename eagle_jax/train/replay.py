@@ -117,11 +117,6 @@ class Traced:
     return num_decoded / self.num_passes if self.num_passes else 1.0
 
   @property
-  def nodes_per_token(self) -> float:
-    """Tree nodes verified for each new token, the root included: what a target pass costs, where rows cost."""
-    return self.policy.num_nodes / self.tau
-
-  @property
   def acceptance(self) -> tuple[float, ...]:
     """By depth 1 .. max_depth: the share of passes that accepted a node there, of those that accepted its parent.
 
@@ -177,7 +172,11 @@ class Nodes(NamedTuple):
 def observe(
   target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int = NUM_ROWS
 ) -> Nodes:
-  """What becomes of each drafted node; those beyond an answer's end are left out. See `trace` for the arguments."""
+  """What becomes of each drafted node; those beyond an answer's end are left out. See `trace` for the arguments.
+
+  Raises:
+    ValueError: as `trace`, or nothing was drafted, since every answer has one token.
+  """
   seen: list[Nodes] = []
   for batch in _batches(target, drafter, examples, policy=policy, num_rows=num_rows):
     state = batch.state
@@ -190,6 +189,11 @@ def observe(
         if room > 0:
           row = DraftTree(*(x[b] for x in tree))
           seen.append(_nodes(row, path_BP[b], max_depth=min(int(room), policy.max_depth)))
+  if not seen:
+    raise ValueError(
+      f'None of the {len(examples)} answers is longer than one token, which prefill yields: nothing was drafted. '
+      'Record longer ones.'
+    )
   return Nodes(*(np.concatenate(x) for x in zip(*seen, strict=True)))
 
 
@@ -211,6 +215,15 @@ def _nodes(tree: DraftTree, path_P: np.ndarray, *, max_depth: int) -> Nodes:
   return Nodes(*(x_T[is_counted_T] for x_T in fields))
 
 
+def require_traceable(target: Target, drafter: Drafter) -> None:
+  """ValueError if the drafter reads more of the target than is recorded."""
+  if taps := drafter.config.tapped_layers(target.config.num_layers):
+    raise ValueError(
+      f'Drafter {drafter.config.name!r} reads the inputs of layers {taps} of the target, and recorded answers '
+      'hold the final feature alone: an EAGLE-3 head cannot be traced. Decode with it instead: launch/bench.py.'
+    )
+
+
 class _Batch(NamedTuple):
   """Examples ready to be decoded together."""
 
@@ -226,11 +239,7 @@ def _batches(
   if not examples:
     raise ValueError('No example came; tracing needs one or more.')
   params, spec = build(target, drafter, policy=policy)
-  if taps := drafter.config.tapped_layers(target.config.num_layers):
-    raise ValueError(
-      f'Drafter {drafter.config.name!r} reads the inputs of layers {taps} of the target, and recorded answers '
-      'hold the final feature alone: an EAGLE-3 head cannot be traced. Decode with it instead: launch/bench.py.'
-    )
+  require_traceable(target, drafter)
   spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size))
   answers = [first_answer(example) for example in examples]
   order = sorted(range(len(answers)), key=lambda number: answers[number].num_new)  # so rows of a batch end together
