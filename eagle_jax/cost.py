@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,18 @@ from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePoli
 from eagle_jax.weights.fetch import cache_folder
 from eagle_jax.weights.files import replacing
 
-VERSION = 3  # of the stored form
+VERSION = 4  # of the stored form
 SHIPPED = Path(__file__).parent / 'assets' / 'costs'
 KINDS = {'plain': Plain, 'chain': Chain, 'dynamic': DynamicTree, 'adaptive': Adaptive}
 
 log = logging.getLogger('eagle_jax')
+
+
+class Bytes(NamedTuple):
+  """What a pass must read."""
+
+  weights: int
+  cache: int  # of all batch rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +44,14 @@ class Times:
   root_ms: float  # taking in committed text, and drafting the root's children
   draft_ms: dict[int, float]  # by its width: one more level
   whole_ms: dict[str, float]  # whole cycles, by the policy's description
-  target_bytes: int  # that a target pass must read: weights, and the cache it attends to
-  drafter_bytes: int  # likewise of a drafter's pass
+  target_bytes: Bytes
+  drafter_bytes: Bytes
 
   @classmethod
-  def of(cls, *, verify_ms: Mapping[str, float], draft_ms: Mapping[str, float], **rest: Any) -> 'Times':
-    """From JSON, whose keys are strings."""
-    return cls(verify_ms=_by_size(verify_ms), draft_ms=_by_size(draft_ms), **rest)
+  def of(cls, **fields: Any) -> 'Times':
+    """From JSON, whose keys are strings and whose lists are no tuples."""
+    sizes = {name: {int(size): ms for size, ms in fields[name].items()} for name in ('verify_ms', 'draft_ms')}
+    return cls(**fields | sizes | {name: Bytes(*fields[name]) for name in ('target_bytes', 'drafter_bytes')})
 
   def cycle_ms(self, policy: TreePolicy) -> float:
     """Modelled: the sum of the parts, between measured sizes by straight lines."""
@@ -68,13 +76,14 @@ class Parts:
   versions: dict[str, str]
   date: str
 
-  def floor_ms(self, num_bytes: int, num_rows: int) -> float:
+  def floor_ms(self, num_bytes: Bytes, num_rows: int) -> float:
     """What no pass over `num_rows` rows a batch row can go below.
 
-    That is its bytes at the measured bandwidth, or its FLOPs (two a weight and row) at the measured rate: the longer.
+    That is its bytes at the measured bandwidth, or its FLOPs at the measured rate: the longer. They are at least two a
+    row for each weight, and for each number in the cache of its own batch row.
     """
-    flops = 2 * num_bytes / jnp.dtype(self.dtype).itemsize * num_rows * self.batch
-    return 1000 * max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+    num_products = (num_bytes.weights * self.batch + num_bytes.cache) * num_rows / jnp.dtype(self.dtype).itemsize
+    return 1000 * max(sum(num_bytes) / self.bytes_per_s, 2 * num_products / self.flops_per_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +93,7 @@ class Costs(Parts):
   policies: tuple['Rate', ...]  # in real decoding, best first, plain decoding among them
   modelled: tuple['Rate', ...]  # tau by traces, over the sum of the parts
   calibrations: tuple['Calibration', ...]  # by the temperature of the text, ascending
-  num_ids: int | None  # size of the draft vocabulary that all this is for; None: the drafter's own
+  num_ids: int  # size of the draft vocabulary that all this is for
   vocabularies: tuple['Vocabulary', ...]
 
   @property
@@ -165,10 +174,6 @@ class Calibration:
 def plain_tok_per_s(rates: Sequence[Rate]) -> float:
   """Of plain decoding, which is among them."""
   return next(rate.tok_per_s for rate in rates if rate.kind == 'plain')
-
-
-def _by_size(ms: Mapping[str, float]) -> dict[int, float]:
-  return {int(size): value for size, value in ms.items()}
 
 
 def between(by_size: Mapping[int, float], size: int) -> float:

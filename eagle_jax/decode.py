@@ -116,7 +116,7 @@ def settle(
   if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
     costs = find_costs(target, drafter, batch=batch)
   chosen = _resolve(policy, drafter, costs)
-  if drafter is not None and costs is not None and costs.num_ids is not None:
+  if drafter is not None and costs is not None:
     drafter = drafter.first_ids(costs.num_ids)
   return chosen, drafter, costs
 

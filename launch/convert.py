@@ -17,11 +17,10 @@ from eagle_jax.config import Eagle3Config
 from eagle_jax.weights.heads import LAYOUTS
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(common)
 flags.DEFINE_enum('to', 'eagle_jax', ['eagle_jax', *LAYOUTS], 'Layout: ours, or that of other engines.')
 flags.DEFINE_string('out', None, 'Folder that is written; none: only say what the drafter is.')
 flags.DEFINE_bool('json', False, 'Print the report as JSON.')
-for name in ('target', 'drafter', 'dtype'):
-  flags.declare_key_flag(name)
 
 
 def main(_):

@@ -3,9 +3,8 @@
 python launch/cost.py
 
 Times target passes over 1 to 64 nodes and drafter passes of 1 to 10 rows against what memory and arithmetic allow,
-traces the candidates on questions, and decodes with the most promising. The result is stored, in the cache folder, by
-device, pair, dtype and batch. With --random_shape, only the times are measured, of weights made up on the
-device: python launch/cost.py --random_shape=llama3_8b --dtype=bfloat16 --context=1024 --batch=1 --batch=16
+traces candidates on questions, decodes with the best, and stores the result by device, pair, dtype and batch. With
+--random_shape, times alone: python launch/cost.py --random_shape=llama3_8b --dtype=bfloat16 --context=1024 --batch=16
 """
 
 import dataclasses
@@ -28,6 +27,7 @@ FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
 flags.DEFINE_enum('random_shape', None, shapes.NAMES, 'Time a pair of this shape with random weights instead.')
 flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl files, what the gain is measured on.')
+flags.DEFINE_integer('max_new_tokens', 128, 'Tokens: of an answer, at most.', lower_bound=2)
 flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
 flags.DEFINE_integer('num_questions', 4, 'Of each task, at most.', lower_bound=1)
 flags.DEFINE_multi_integer('batch', [1], 'Rows decoded together; may be repeated.', lower_bound=1)
@@ -45,7 +45,7 @@ def main(_):
     target, drafter = common.models()
     if drafter is None:
       raise ValueError('Costs are those of a pair: name a --drafter.')
-    prompts = [target.tokenizer.encode_prompt(question.turns[0]) for question in asked]
+    prompts = [questions.tokenizer_of(target).encode_prompt(question.turns[0]) for question in asked]
     measure = functools.partial(tune, target, drafter, prompts, max_new_tokens=FLAGS.max_new_tokens, **how)
   for batch in FLAGS.batch:
     costs = measure(batch=batch)

@@ -8,13 +8,14 @@ import sys
 
 import common
 import entry
+import options
 from absl import flags
 
 from eagle_jax import decode
 from eagle_jax.text import read_prompts
 
 FLAGS = flags.FLAGS
-flags.adopt_module_key_flags(common)  # so that --help explains them
+flags.adopt_module_key_flags(options)  # so that --help explains them
 flags.DEFINE_string('prompt', None, 'The prompt.')
 flags.DEFINE_string('batch_file', None, 'One prompt a line, or JSON Lines with `prompt`; decoded as one batch.')
 flags.DEFINE_bool('stream', True, 'Show the text as it comes (a single --prompt, without --json).')
@@ -29,15 +30,15 @@ def requested_prompts():
 
 def main(_):
   prompts = requested_prompts()
-  options = common.options()
+  how = options.requested()
   target, drafter = common.models()
   if FLAGS.stream and not FLAGS.json and FLAGS.prompt is not None:
-    out = decode.stream(target, drafter, prompts[0], **options)
+    out = decode.stream(target, drafter, prompts[0], **how)
     for chunk in out:
       print(chunk.text, end='', flush=True)
     print()
   else:
-    out = decode.generate(target, drafter, prompts, **options)
+    out = decode.generate(target, drafter, prompts, **how)
     for text, tokens in zip(out.text or [''] * len(prompts), out.tokens, strict=True):
       print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text or tokens}\n')
   line = (

@@ -13,14 +13,14 @@ from eagle_jax import cost, decode, device
 from eagle_jax.bench import shapes, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.config import Eagle3Config
-from eagle_jax.cost import Calibration, Costs, Parts, Rate, Times, Vocabulary, between
+from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
 from eagle_jax.train.replay import Nodes, Traced, trace
 
 SHORT = Times(
   num_slots=100, verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
-  whole_ms={'chain(max_depth=3)': 18.0}, target_bytes=4000, drafter_bytes=400,
+  whole_ms={'chain(max_depth=3)': 18.0}, target_bytes=Bytes(3000, 1000), drafter_bytes=Bytes(400, 0),
 )  # fmt: skip
 LONG = dataclasses.replace(SHORT, num_slots=300, verify_ms={1: 12.0, 2: 15.0, 4: 21.0, 8: 33.0}, draft_ms={1: 4.0})
 COSTS = Costs(
@@ -33,7 +33,7 @@ COSTS = Costs(
   calibrations=(
     Calibration(0.0, (-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), Calibration(1.0, (-4.0, -1.0), (0.0, 0.6), (0.4,)),
   ), versions={}, date='2026-01-01',
-  modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0), Rate('plain', {}, 100.0, 1.0)), num_ids=None,
+  modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0), Rate('plain', {}, 100.0, 1.0)), num_ids=97,
   vocabularies=(Vocabulary(64, 0.75, 2.0, 17.0),),
 )  # fmt: skip
 
@@ -149,16 +149,21 @@ def test_what_the_device_can_do_is_plausible(monkeypatch):
 
 
 def test_a_random_pair_decodes():
-  target, drafter = shapes.random_pair('tiny', dtype='bfloat16', draft_vocab_size=100)
+  target, drafter = shapes.random_pair('tiny', dtype='bfloat16')
+  drafter = drafter.first_ids(100)
   assert {str(x.dtype) for x in jax.tree.leaves((target.params, drafter.params))} == {'bfloat16', 'int32'}
   out = decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=4, policy=Chain(1))
   assert len(out.tokens[0]) == 4
 
 
 def test_a_floor_is_memory_for_few_rows_and_arithmetic_for_many():
-  assert COSTS.floor_ms(4000, 1) == 4
-  assert COSTS.floor_ms(4000, 8) == pytest.approx(2 * 1000 * 8 / 2e6 * 1000)
-  assert dataclasses.replace(COSTS, batch=3).floor_ms(4000, 8) == pytest.approx(3 * 8)
+  num_bytes = Bytes(3000, 1000)
+  assert COSTS.floor_ms(num_bytes, 1) == 4
+  assert COSTS.floor_ms(num_bytes, 8) == pytest.approx(2 * 1000 * 8 / 2e6 * 1000)
+  # The weights serve three rows; the cache is that of all three already.
+  assert dataclasses.replace(COSTS, batch=3).floor_ms(num_bytes, 8) == pytest.approx(
+    2 * (3 * 750 + 250) * 8 / 2e6 * 1000
+  )
 
 
 @pytest.mark.parametrize('damage', ['{', '[]', '{"version": 0}', None])

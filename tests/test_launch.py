@@ -76,6 +76,20 @@ def test_a_target_without_tokenizer_refuses_text(files):
   assert 'no tokenizer' in done.stderr
 
 
+@pytest.mark.parametrize('name', ['bench', 'cost'])
+def test_questions_need_a_tokenizer(files, name, tmp_path):
+  done = launch(name, *files, f'--out={tmp_path / "out"}')
+  assert done.returncode == 2
+  assert 'has no tokenizer: load one' in done.stderr
+  assert not (tmp_path / 'out').exists()
+
+
+def test_a_flag_that_would_be_ignored_is_refused():
+  done = launch('cost', '--temperature=1')
+  assert done.returncode == 1
+  assert "Unknown command line flag 'temperature'" in done.stderr
+
+
 def test_help_explains_every_flag():
   done = launch('generate', '--help')
   for flag in ('target', 'drafter', 'policy', 'num_nodes', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed'):

@@ -113,7 +113,7 @@ class ShapedPair:
     """What each device must read for a target pass and for `num_drafts` drafter passes, over the state's caches."""
     caches = state.cache, state.drafter.cache if num_drafts else ()
     target_pass, drafter_pass = bytes_read(self.params(), *caches, has_tied_head=self.target.tied_head)
-    return (target_pass + num_drafts * drafter_pass) / self.mesh.size
+    return (sum(target_pass) + num_drafts * sum(drafter_pass)) / self.mesh.size
 
   def _placed(self, network) -> Any:
     shapes = jax.eval_shape(network.init_params, jax.random.key(0))

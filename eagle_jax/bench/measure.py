@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.bench.questions import Question
+from eagle_jax.bench.questions import Question, tokenizer_of
 from eagle_jax.decode import Generation, generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import TreePolicy
@@ -87,8 +87,9 @@ class Bench:
       settings: what the answers depend on; another run's log is not gone on with.
 
     Raises:
-      ValueError: the log is of other settings.
+      ValueError: the log is of other settings, or the target has no tokenizer.
     """
+    tokenizer_of(self.target)  # before anything is written
     known = _read_log(log, settings)
     with open(log, 'a', encoding='utf-8') as file:
       for temperature, question in itertools.product(temperatures, questions):

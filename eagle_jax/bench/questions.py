@@ -4,7 +4,9 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from eagle_jax.target.transformer import Target
 
 QUESTIONS = Path(__file__).parents[1] / 'assets' / 'questions'  # openly licensed; see README.md there
 
@@ -20,6 +22,13 @@ class Question(NamedTuple):
   def row_id(self) -> int:
     """Keys the noise: another one for every question of every task, the same in every run."""
     return zlib.crc32(f'{self.task}/{self.id}'.encode()) >> 1
+
+
+def tokenizer_of(target: Target) -> Any:
+  """The target's tokenizer; ValueError if it has none, for questions are texts."""
+  if target.tokenizer is None:
+    raise ValueError(f'Questions are texts, and target {target.config.name!r} has no tokenizer: load one that has.')
+  return target.tokenizer
 
 
 def read_questions(folder: str | Path, task: str, num_questions: int | None = None) -> list[Question]:

@@ -43,12 +43,10 @@ def configs(name: str, *, draft_vocab_size: int | None = None) -> tuple[TargetCo
   return target, DrafterConfig(**sizes, fc_bias=False, draft_vocab_size=draft_vocab_size, name=f'random-{name}-eagle2')
 
 
-def random_pair(name: str, *, dtype: Any, draft_vocab_size: int | None = None) -> tuple[Target, Drafter]:
+def random_pair(name: str, *, dtype: Any) -> tuple[Target, Drafter]:
   """A target and its drafter; the weights are made on the device. See `configs`."""
-  target, drafter = configs(name, draft_vocab_size=draft_vocab_size)
+  target, drafter = configs(name)
   target_key, drafter_key = jax.random.split(jax.random.key(0))
   target_params = jax.jit(TransformerTarget(target, jnp.dtype(dtype)).init_params)(target_key)
   drafter_params = jax.jit(Eagle(drafter, jnp.dtype(dtype)).init_params)(drafter_key)
-  if draft_vocab_size is not None:
-    drafter_params |= {'ids': jnp.arange(draft_vocab_size, dtype=jnp.int32)}
   return Target(target, target_params), Drafter(drafter, drafter_params)

@@ -13,7 +13,7 @@ import numpy as np
 
 from eagle_jax.bench.calibration import Said, examples
 from eagle_jax.bench.measure import warm
-from eagle_jax.cost import Calibration, Costs, Parts, Rate, Times, Vocabulary
+from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
 from eagle_jax.decode import build, generate
 from eagle_jax.device import bytes_per_s, device_name, flops_per_s
 from eagle_jax.draft import Outlook
@@ -189,14 +189,14 @@ def num_bytes(tree: Any) -> int:
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head: bool) -> tuple[int, int]:
+def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head: bool) -> tuple[Bytes, Bytes]:
   """What a target pass and a drafter pass must read: their weights, and their caches, once.
 
   Of an embedding that is no head, they read a few rows only: not counted.
   """
   weights = {name: x for name, x in params.target.items() if name != 'embed' or has_tied_head}
   own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids', 'whole_head')}
-  return num_bytes((weights, cache)), num_bytes((own, drafter_cache))
+  return Bytes(num_bytes(weights), num_bytes(cache)), Bytes(num_bytes(own), num_bytes(drafter_cache))
 
 
 def plain_answers(
