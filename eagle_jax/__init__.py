@@ -5,10 +5,13 @@ Names carry shapes; one letter is one dimension, everywhere:
     B batch rows       L tokens in this call    S cache slots     T tree nodes, root included
     W frontier width   C children per node      A candidates before rerank     P path slots, max_depth + 1
     D model width      H query heads   G kv heads   J query heads a kv head   K head dim   F ffn width
-    V target vocab     U draft vocab   R rows of work (B x T, one column each)   N new tokens   E EOS slots
+    V target vocab     U draft vocab   R rows of work (B x T, one column each)   N new tokens
+    M new rows beside the cache        Z sizes of a target pass     d depths      E experts
+    X, Y values measured at            n, 1 any number, one
 
 `p` is the target and `q` the drafter. Read in this order: tree, verify, cache, sampling, target/layers,
-target/transformer, draft/policy, draft/grow, draft/eagle, commit, loop, prefill, decode.
+target/transformer, draft/economy, draft/policy, draft/grow, draft/lookup, draft/eagle, draft/eagle3, commit, loop,
+prefill, decode, cost.
 """
 
 from eagle_jax import decode

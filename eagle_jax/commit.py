@@ -51,7 +51,7 @@ def commit(state: DecodeState, verdict: Verdict, rows: NewRows, followed: Any, *
     num_accepted=write_row(state.num_accepted, num_accepted_B1, state.num_passes),
     num_passes=state.num_passes + (~state.is_done).astype(jnp.int32),
     is_done=state.is_done | is_over_B,
-  ).constrained()
+  )
 
 
 def at_rows(taps: Any, row_BP: jax.Array) -> Any:

@@ -28,7 +28,7 @@ class TargetConfig:
 
   vocab_size: int
   width: int  # D
-  num_layers: int  # N
+  num_layers: int
   num_heads: int  # H
   num_kv_heads: int  # G
   head_dim: int  # K
@@ -117,7 +117,7 @@ class Eagle3Config(_HeadSizes):
   """
 
   target_width: int
-  taps: tuple[int, ...] | None = None  # 0-based layers of the target whose inputs it reads; None: 2, N // 2, N - 3
+  taps: tuple[int, ...] | None = None  # 0-based layers of the target whose inputs it reads; None: 2, n // 2, n - 3 of n
   norm_eps: float = 1e-6
   rope_theta: float = 10_000.0
   rope_slowdown: tuple[float, ...] = ()  # see `TargetConfig`

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from eagle_jax.cache import NewRows
 from eagle_jax.commit import at_rows, commit
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.lookup import Lookup
-from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.draft.policy import TreePolicy, level_starts
 from eagle_jax.sampling import choose, perturbation
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.tree import Candidates, DraftTree, ancestor_mask, depth, padded, rerank
@@ -81,9 +80,9 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
 
 def num_drafted(candidates: Candidates, policy: TreePolicy) -> jax.Array:
   """[] i32, how many levels were drafted: those left out have no used node."""
-  ends = np.cumsum([1, *(width * fanout for width, fanout in zip(policy.widths, policy.fanouts, strict=True))])
   is_used_A = (candidates.log_q > -jnp.inf).any(axis=0)
-  return sum((is_used_A[a:b].any().astype(jnp.int32) for a, b in itertools.pairwise(ends)), jnp.int32(0))
+  levels = itertools.pairwise(level_starts(policy))
+  return sum((is_used_A[start:end].any().astype(jnp.int32) for start, end in levels), jnp.int32(0))
 
 
 class Cycle(NamedTuple):

@@ -94,19 +94,19 @@ def test_losses_equal_loops():
 def test_by_chunks_changes_neither_losses_nor_gradients():
   rng = np.random.default_rng(1)
   head_UD = jnp.float32(rng.normal(size=(9, 4)))
-  out_DSBL, target_DBL = (jnp.float32(rng.normal(size=shape)) for shape in ((4, 2, 3, 8), (4, 3, 8)))
+  out_DdBL, target_DBL = (jnp.float32(rng.normal(size=shape)) for shape in ((4, 2, 3, 8), (4, 3, 8)))
   rows = (target_DBL, jnp.int32(rng.integers(-1, 9, (3, 8))))
-  weight_SBL = jnp.float32(rng.uniform(size=(2, 3, 8)))
+  weight_dBL = jnp.float32(rng.uniform(size=(2, 3, 8)))
 
-  def row_losses(head_UD, out_DSBL, rows):
-    return distill(Objective(top_k=3, top_k_cross_entropy=0.5), head_UD, out_DSBL, Rows(*rows))
+  def row_losses(head_UD, out_DdBL, rows):
+    return distill(Objective(top_k=3, top_k_cross_entropy=0.5), head_UD, out_DdBL, Rows(*rows))
 
-  def total(out_DSBL, function):
-    loss_SBL, other = function(head_UD, out_DSBL, rows)
-    return (loss_SBL * weight_SBL).sum(), (loss_SBL, other)
+  def total(out_DdBL, function):
+    loss_dBL, other = function(head_UD, out_DdBL, rows)
+    return (loss_dBL * weight_dBL).sum(), (loss_dBL, other)
 
-  ours = jax.grad(total, has_aux=True)(out_DSBL, losses.by_chunks(row_losses, 4))
-  plain = jax.grad(total, has_aux=True)(out_DSBL, row_losses)
+  ours = jax.grad(total, has_aux=True)(out_DdBL, losses.by_chunks(row_losses, 4))
+  plain = jax.grad(total, has_aux=True)(out_DdBL, row_losses)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, plain)
 
 
@@ -202,8 +202,8 @@ def test_gradients_stop_between_steps_only_if_detached():
   first_DBL = rollout(params, feature_DBL, packed, network=network, num_steps=1)[:, 0]
 
   def last_step(feature_DBL, is_detached):
-    out_DSBL = rollout(params, feature_DBL, packed, network=network, num_steps=2, is_detached=is_detached)
-    return out_DSBL[:, 1, 0, 8].sum()
+    out_DdBL = rollout(params, feature_DBL, packed, network=network, num_steps=2, is_detached=is_detached)
+    return out_DdBL[:, 1, 0, 8].sum()
 
   def with_constant_input(feature_DBL):
     rows = functools.partial(network.rows, params, packed.next_token, position_BT=packed.position)
@@ -226,8 +226,8 @@ def test_masks_of_started_and_reachable_chains():
     [0, 0, 1, 1, 0, 0, 1, 1],
     [0, 0, 0, 1, 0, 0, 0, 1],
   ]
-  is_hit_SBL = jnp.array([[[1, 0, 1, 1, 1]], [[1, 1, 1, 0, 1]], [[1, 1, 1, 1, 1]]], bool)
-  assert reachable(is_hit_SBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
+  is_hit_dBL = jnp.array([[[1, 0, 1, 1, 1]], [[1, 1, 1, 0, 1]], [[1, 1, 1, 1, 1]]], bool)
+  assert reachable(is_hit_dBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
 
 
 def test_chain_metrics_are_those_of_a_drafted_chain(target):

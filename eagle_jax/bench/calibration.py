@@ -15,11 +15,11 @@ from eagle_jax.train.shards import Example
 
 
 class Reliability(NamedTuple):
-  """Confidence against acceptance, in M bins of equal width."""
+  """Confidence against acceptance, in n bins of equal width."""
 
-  confidence: np.ndarray  # [M] f64, mean of the bin; NaN where it is empty
-  acceptance: np.ndarray  # [M] f64, share accepted
-  num_nodes: np.ndarray  # [M] i64
+  confidence: np.ndarray  # [n] f64, mean of the bin; NaN where it is empty
+  acceptance: np.ndarray  # [n] f64, share accepted
+  num_nodes: np.ndarray  # [n] i64
 
   @property
   def expected_error(self) -> float:

@@ -17,14 +17,14 @@ class Prices(NamedTuple):
   """What drafting and verifying take, behind a cache of some size. Milliseconds."""
 
   plain_ms: jax.Array  # [] f32, a step of plain decoding
-  verify_ms: jax.Array  # [M] f32, a target pass over each of the policy's sizes
-  draft_ms: jax.Array  # [D] f32, drafting the children of the frontier at depth d; the first is never left out
+  verify_ms: jax.Array  # [Z] f32, a target pass over each of the policy's sizes
+  draft_ms: jax.Array  # [d] f32, drafting the children of the frontier at depth d; the first is never left out
 
 
 class Gains(NamedTuple):
   """What they bring, in text of some temperature."""
 
-  growth: jax.Array  # [D] f32, what nodes below a frontier at depth d bring, over the summed values of the frontier
+  growth: jax.Array  # [d] f32, what nodes below a frontier at depth d bring, over the summed values of the frontier
   log_q: jax.Array  # [X] f32, ascending, nats
   value: jax.Array  # [X] f32, the share of nodes with a path of that log-probability that are accepted
 
@@ -47,10 +47,10 @@ class Economies(NamedTuple):
 
   level_tokens: jax.Array  # as in `Economy`
   node_tokens: jax.Array
-  num_slots: jax.Array  # [L] f32, ascending
-  prices: Prices  # every field with a leading axis L
-  temperature: jax.Array  # [C] f32, ascending
-  gains: Gains  # every field with a leading axis C
+  num_slots: jax.Array  # [X] f32, ascending
+  prices: Prices  # every field with a leading axis X
+  temperature: jax.Array  # [Y] f32, ascending
+  gains: Gains  # every field with a leading axis Y
 
   def at(self, *, num_slots: Any, temperature: jax.Array) -> Economy:
     """Between what was measured by straight lines; temperatures beyond it as at the nearest, larger caches along the
@@ -78,9 +78,9 @@ def best_size(economy: Economy, log_q_BA: jax.Array, is_live_B: jax.Array, *, si
   best_BA, _ = jax.lax.top_k(log_q_BA, sizes[-1])
   value_BA = economy.gains.values(best_BA).at[:, 0].set(0)  # the root itself is no gain
   total_A = jnp.cumsum(jnp.where(is_live_B[:, None], value_BA, 0).sum(axis=0))
-  steps_M = economy.prices.verify_ms / economy.prices.plain_ms
-  gain_M = total_A[jnp.asarray(sizes) - 1] - economy.node_tokens * steps_M * is_live_B.sum().astype(jnp.float32)
-  return jnp.argmax(gain_M).astype(jnp.int32)
+  steps_Z = economy.prices.verify_ms / economy.prices.plain_ms
+  gain_Z = total_A[jnp.asarray(sizes) - 1] - economy.node_tokens * steps_Z * is_live_B.sum().astype(jnp.float32)
+  return jnp.argmax(gain_Z).astype(jnp.int32)
 
 
 def is_level_worth(economy: Economy, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.draft import Outlook
-from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.draft.policy import TreePolicy, level_starts
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 
@@ -98,13 +98,13 @@ def grow(
   Returns:
     `Candidates` of A = 1 + sum(widths * fanouts) nodes a row.
   """
-  first_D = np.cumsum([1, *(width * fanout for width, fanout in zip(policy.widths, policy.fanouts, strict=True))])
+  first_d = np.asarray(level_starts(policy), np.int32)
 
   def expanded(
     frontier: Frontier, children: Children, depth: int | jax.Array, width: int
   ) -> tuple[Candidates, Frontier]:
     run = functools.partial(expand, policy=policy, depth=depth, width=width)
-    return jax.vmap(run, (0, 0, None))(frontier, children, jnp.asarray(first_D, jnp.int32)[depth])
+    return jax.vmap(run, (0, 0, None))(frontier, children, jnp.asarray(first_d)[depth])
 
   def level(grown: tuple[Any, Frontier], depth: jax.Array, *, shape: Shape) -> tuple[tuple[Any, Frontier], Candidates]:
     run = functools.partial(step, depth=depth, fanout=shape.fanout)
@@ -121,25 +121,25 @@ def grow(
   grown = carry, frontier
   for shape, depths in itertools.groupby(range(1, policy.max_depth), functools.partial(Shape.of, policy)):
     grown, of_levels = _each(functools.partial(level, shape=shape), grown, jnp.asarray([*depths], jnp.int32))
-    levels.append(jax.tree.map(lambda x_LBn: x_LBn.swapaxes(0, 1).reshape(len(root_B), -1), of_levels))
+    levels.append(jax.tree.map(lambda x_dBn: x_dBn.swapaxes(0, 1).reshape(len(root_B), -1), of_levels))
   return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *levels)
 
 
-def _each(level: Callable, grown: Any, depth_L: jax.Array) -> tuple[Any, Candidates]:
-  """Level after level: what they leave, and their candidates, [L, B, n] fields.
+def _each(level: Callable, grown: Any, depth_d: jax.Array) -> tuple[Any, Candidates]:
+  """Level after level: what they leave, and their candidates, [d, B, n] fields.
 
   On a CPU a loop: XLA:CPU reads a compiled program back in time that grows with the square of its size. Elsewhere level
   by level, for a TPU keeps what it can of the drafter's weights in fast memory from one to the next.
   """
   level = jax.jit(level)  # traced once for both
-  if len(depth_L) == 1:  # which may leave other shapes than it was given
-    grown, candidates = level(grown, depth_L[0])
+  if len(depth_d) == 1:  # which may leave other shapes than it was given
+    grown, candidates = level(grown, depth_d[0])
     return grown, jax.tree.map(lambda x_Bn: x_Bn[None], candidates)
 
   def run(unroll: int) -> Callable:
-    return lambda grown: jax.lax.scan(level, grown, depth_L, unroll=unroll)
+    return lambda grown: jax.lax.scan(level, grown, depth_d, unroll=unroll)
 
-  return jax.lax.platform_dependent(grown, cpu=run(1), default=run(len(depth_L)))
+  return jax.lax.platform_dependent(grown, cpu=run(1), default=run(len(depth_d)))
 
 
 def _perhaps(is_worth: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:

@@ -5,6 +5,7 @@ Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is ed
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, Protocol
 
 import jax
@@ -67,6 +68,12 @@ class TreePolicy(Protocol):
   def describe(self) -> str: ...
 
 
+def level_starts(policy: TreePolicy) -> list[int]:
+  """The first candidate's number of each level below the root, and behind them the number of all candidates."""
+  sizes = (width * fanout for width, fanout in zip(policy.widths, policy.fanouts, strict=True))
+  return list(itertools.accumulate(sizes, initial=1))
+
+
 class Fixed:
   """A policy that does the same at every step."""
 
@@ -76,6 +83,9 @@ class Fixed:
   @property
   def sizes(self) -> tuple[int, ...]:
     return (self.num_nodes,)
+
+  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
+    return log_q_WC
 
   def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> Any:
     return True
@@ -98,9 +108,6 @@ class Plain(Fixed):
   num_nodes = 1
   widths = ()
   fanouts = ()
-
-  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
-    raise AssertionError('Plain grows no level.')
 
   def describe(self) -> str:
     return 'plain'
@@ -126,7 +133,7 @@ class DynamicTree(Fixed):
 
   def __post_init__(self):
     _require_at_least_one(self, 'width', 'fanout', 'max_depth', 'num_nodes')
-    offered = 1 + sum(w * c for w, c in zip(self.widths, self.fanouts, strict=True))
+    *_, offered = level_starts(self)
     if self.num_nodes > offered:
       raise ValueError(
         f'{self.describe()} asks for {self.num_nodes} nodes, but growing offers only {offered} (root included). '
@@ -143,9 +150,6 @@ class DynamicTree(Fixed):
   @property
   def fanouts(self) -> tuple[int, ...]:
     return (self.fanout,) * self.max_depth
-
-  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
-    return log_q_WC
 
   def describe(self) -> str:
     values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -212,9 +216,6 @@ class Chain(Fixed):
   def fanouts(self) -> tuple[int, ...]:
     return (1,) * self.max_depth
 
-  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
-    return log_q_WC
-
   def describe(self) -> str:
     return f'chain(max_depth={self.max_depth}{", lookup=True" * self.lookup})'
 
@@ -265,7 +266,7 @@ class StaticTree(Fixed):
 
   @functools.cached_property
   def _scores(self) -> np.ndarray:
-    """[D, W, C] f32, by depth of the parent, its slot, and the child's rank."""
+    """[d, W, C] f32, by depth of the parent, its slot, and the child's rank."""
     scores = np.full((self.max_depth, max(self.widths), max(self.fanouts)), -np.inf, np.float32)
     children = [path for level in self._levels[1:] for path in level]
     for number, path in enumerate(children, start=1):

@@ -102,16 +102,16 @@ def started(packed: Packed, num_steps: int) -> jax.Array:
   return jnp.stack(steps)
 
 
-def reachable(is_hit_SBL: jax.Array) -> jax.Array:
-  """[S, B, L] bool: the chain that step s of row t ends was on the text's own path at every earlier step.
+def reachable(is_hit_dBL: jax.Array) -> jax.Array:
+  """[d, B, L] bool: the chain that step s of row t ends was on the text's own path at every earlier step.
 
   Decoding gets to depth s only along accepted nodes (GRIFFIN, arXiv:2502.11018).
 
   Args:
-    is_hit_SBL: at each step, was the text's own token among the drafter's best?
+    is_hit_dBL: at each step, was the text's own token among the drafter's best?
   """
-  reach_BL, steps = jnp.ones_like(is_hit_SBL[0]), []
-  for is_hit_BL in is_hit_SBL:
+  reach_BL, steps = jnp.ones_like(is_hit_dBL[0]), []
+  for is_hit_BL in is_hit_dBL:
     steps.append(reach_BL)
     reach_BL = jnp.roll(reach_BL & is_hit_BL, 1, axis=1)
   return jnp.stack(steps)

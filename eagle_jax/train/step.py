@@ -100,13 +100,13 @@ class Rows(NamedTuple):
 class Ranks(NamedTuple):
   """How many ids the drafter prefers, at every step, to ..."""
 
-  best: jax.Array  # [S, B, L] i32, ... the target's favourite
-  label: jax.Array  # [S, B, L] i32, ... the text's own token
+  best: jax.Array  # [d, B, L] i32, ... the target's favourite
+  label: jax.Array  # [d, B, L] i32, ... the text's own token
 
 
-def distill(objective: Objective, head_UD: jax.Array, out_DSBL: jax.Array, rows: Rows):
-  """Per place: the weighted sum of cross-entropies [S, B, L], and (the plain cross-entropy, `Ranks`)."""
-  width, num_steps, *shape = out_DSBL.shape
+def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows: Rows):
+  """Per place: the weighted sum of cross-entropies [d, B, L], and (the plain cross-entropy, `Ranks`)."""
+  width, num_steps, *shape = out_DdBL.shape
   p_UR = jax.nn.softmax(head_logits(head_UD, rows.target.reshape(width, -1)), axis=0)
   weight_UR = objective.cross_entropy * p_UR
   if objective.top_k_cross_entropy:
@@ -114,7 +114,7 @@ def distill(objective: Objective, head_UD: jax.Array, out_DSBL: jax.Array, rows:
   best_R, label_R = jnp.argmax(p_UR, axis=0).astype(jnp.int32), rows.label.reshape(-1)
   steps = []
   for step in range(num_steps):
-    logits_UR = head_logits(head_UD, out_DSBL[:, step].reshape(width, -1))
+    logits_UR = head_logits(head_UD, out_DdBL[:, step].reshape(width, -1))
     log_q_UR = jax.nn.log_softmax(logits_UR, axis=0)
     loss_R, plain_R = losses.cross_entropy(log_q_UR, weight_UR), losses.cross_entropy(log_q_UR, p_UR)
     steps.append((loss_R, plain_R, losses.rank_of(logits_UR, best_R), losses.rank_of(logits_UR, label_R)))
@@ -140,30 +140,30 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
     is_leaky=objective.is_leaky,
   )
   read = {**params, 'embed': frozen.embed}
-  out_DSBL = (jax.checkpoint(run) if recipe.remat else run)(read, noisy_DBL.astype(network.dtype), packed)
-  out_DSBL = constrain(out_DSBL, ('width', None, 'batch', None))
+  out_DdBL = (jax.checkpoint(run) if recipe.remat else run)(read, noisy_DBL.astype(network.dtype), packed)
+  out_DdBL = constrain(out_DdBL, ('width', None, 'batch', None))
 
   rows = Rows(next_DBL, jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))
   by_rows = losses.by_chunks(functools.partial(distill, objective), max(1, recipe.num_places // recipe.chunk_places))
-  entropy_SBL, (plain_SBL, ranks) = by_rows(frozen.head, out_DSBL, rows)
-  regression_SBL = losses.smooth_l1(out_DSBL, next_DBL[:, None])
+  entropy_dBL, (plain_dBL, ranks) = by_rows(frozen.head, out_DdBL, rows)
+  regression_dBL = losses.smooth_l1(out_DdBL, next_DBL[:, None])
 
-  counted_SBL = weight_SBL = started(packed, objective.num_steps)
-  is_followed_SBL = reachable(ranks.label == 0)
+  counted_dBL = weight_dBL = started(packed, objective.num_steps)
+  is_followed_dBL = reachable(ranks.label == 0)
   if objective.reachable_top:
-    weight_SBL = jnp.where(reachable(ranks.label < objective.reachable_top), counted_SBL, 0)
-  decay_S = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
-  row_SBL = objective.regression * regression_SBL + entropy_SBL
-  loss = losses.weighted_mean((row_SBL * weight_SBL).sum(axis=(1, 2)) / weight_SBL[0].sum().clip(1), decay_S)
+    weight_dBL = jnp.where(reachable(ranks.label < objective.reachable_top), counted_dBL, 0)
+  decay_d = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
+  row_dBL = objective.regression * regression_dBL + entropy_dBL
+  loss = losses.weighted_mean((row_dBL * weight_dBL).sum(axis=(1, 2)) / weight_dBL[0].sum().clip(1), decay_d)
 
   means = {
-    'cross_entropy': plain_SBL,
-    'regression': regression_SBL,
-    'chain': is_followed_SBL & (ranks.label == 0),
+    'cross_entropy': plain_dBL,
+    'regression': regression_dBL,
+    'chain': is_followed_dBL & (ranks.label == 0),
   } | {f'top{n}': ranks.best < n for n in (1, 2, 3)}
   metrics = {
-    f'{name}_{step}': losses.weighted_mean(x_SBL[step].astype(jnp.float32), counted_SBL[step])
-    for name, x_SBL in means.items()
+    f'{name}_{step}': losses.weighted_mean(x_dBL[step].astype(jnp.float32), counted_dBL[step])
+    for name, x_dBL in means.items()
     for step in range(objective.num_steps)
   }
   return loss, {'loss': loss, **metrics}
