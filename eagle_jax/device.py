@@ -4,6 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -17,6 +18,12 @@ def device_name() -> str:
   kind, count = jax.devices()[0].device_kind, jax.device_count()
   cores = f'-{_num_cores()}cores' if jax.default_backend() == 'cpu' else ''
   return f'{kind}{cores}' if count == 1 else f'{count}x{kind}{cores}'
+
+
+def ran_on() -> dict[str, Any]:
+  """What a number was measured with: `device`, and `versions` of the packages that it may hang on."""
+  packages = 'eagle_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint'
+  return {'device': device_name(), 'versions': {name: version(name) for name in packages}}
 
 
 def _num_cores() -> int | None:

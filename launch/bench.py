@@ -6,22 +6,19 @@ Goes on where it was stopped, if called again with the same flags.
 """
 
 import json
-from importlib.metadata import version
 from pathlib import Path
 
 import common
 import entry
 import options
 from absl import flags
-from tqdm import tqdm
 
-from eagle_jax import DynamicTree, decode
+from eagle_jax import decode
 from eagle_jax.bench import questions
-from eagle_jax.bench.calibration import calibrate
 from eagle_jax.bench.measure import Bench
-from eagle_jax.bench.plots import plot
-from eagle_jax.bench.summary import markdown, report, write
-from eagle_jax.device import device_name
+from eagle_jax.bench.run import run
+from eagle_jax.bench.summary import markdown
+from eagle_jax.device import ran_on
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(options)
@@ -29,8 +26,9 @@ flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl
 flags.DEFINE_list('tasks', None, 'Names of tasks, separated by commas; default all in the folder.')
 flags.DEFINE_integer('num_questions', None, 'Of each task, at most; default all.', lower_bound=1)
 flags.DEFINE_integer('num_repeats', 1, 'Times that each answer is timed.', lower_bound=1)
+flags.DEFINE_list('temperatures', None, 'Several, a report in a folder of its own for each; default --temperature.')
 flags.DEFINE_string('out', 'runs/bench', 'Folder of the log, report.json, .csv and .md, and plots.')
-flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output.')
+flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, an object a temperature.')
 
 
 def main(_):
@@ -39,20 +37,15 @@ def main(_):
   asked = [question for task in tasks for question in questions.read_questions(folder, task, FLAGS.num_questions)]
   target, drafter = common.models()
   policy, drafter, _ = decode.settle(target, drafter, policy=how.pop('policy'))
-  temperature = how.pop('temperature')
+  reports = {how.pop('temperature'): out}
+  if FLAGS.temperatures:
+    reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
   setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | how
-  setup |= {'policy': policy.describe(), 'device': device_name()}
-  setup |= {'draft_vocab_size': drafter.config.draft_vocab_size if drafter else None}
-  setup |= {'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'jaxlib', 'flax')}}
+  setup |= {'policy': policy.describe(), 'draft_vocab_size': drafter and drafter.config.draft_vocab_size, **ran_on()}
   bench = Bench(target, drafter, policy, how, FLAGS.num_repeats)
-  answers = list(tqdm(bench.measure(asked, [temperature], out / 'answers.jsonl', setup), desc='answers'))
-  summary = {**report(answers, policy), **setup, 'temperature': temperature}
-  is_drafted = policy.num_nodes > 1 and any(len(answer.plain.tokens) > 1 for answer in answers)
-  if drafter is not None and is_drafted and not drafter.has_own_head:  # of EAGLE-3 no traces are recorded
-    summary['calibration'] = calibrate(target, drafter, answers, policy=DynamicTree(), seed=FLAGS.seed)
-  write(summary, out)
-  plot(summary, out)
-  print(json.dumps(summary) if FLAGS.json else markdown(summary))
+  for temperature, into in reports.items():
+    summary = run(bench, asked, temperature, out / 'answers.jsonl', into, setup)
+    print(json.dumps(summary) if FLAGS.json else markdown(summary))
 
 
 if __name__ == '__main__':

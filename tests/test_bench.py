@@ -1,6 +1,7 @@
 """The benchmark: questions, a log that is gone on with, texts compared, and every number by hand."""
 
 import csv
+import dataclasses
 import json
 
 import jax
@@ -14,6 +15,7 @@ from eagle_jax.bench.calibration import acceptance_by_rank, calibrate, reliabili
 from eagle_jax.bench.measure import Answered, Bench, Timed, gap_where_they_part
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import QUESTIONS, Question, read_questions
+from eagle_jax.bench.run import run
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
@@ -42,7 +44,12 @@ def pair():
 @pytest.fixture(scope='module')
 def answers(pair, tmp_path_factory):
   bench = Bench(*pair, POLICY, OPTIONS, num_repeats=2)
-  return list(bench.measure(ASKED, [0.0, 1.0], tmp_path_factory.mktemp('bench') / 'log', SETTINGS))
+  return at_both(bench, tmp_path_factory.mktemp('bench') / 'log')
+
+
+def at_both(bench: Bench, log) -> list[Answered]:
+  """Answers of two temperatures, in one log."""
+  return [answer for temperature in (0.0, 1.0) for answer in bench.measure(ASKED, temperature, log, SETTINGS)]
 
 
 def untimed(answers) -> list[Answered]:
@@ -107,7 +114,7 @@ def test_every_turn_is_answered_both_ways(answers):
 
 def test_a_stopped_run_goes_on(pair, answers, tmp_path, monkeypatch):
   bench, log = Bench(*pair, POLICY, OPTIONS, num_repeats=2), tmp_path / 'log'
-  run = bench.measure(ASKED, [0.0, 1.0], log, SETTINGS)
+  run = bench.measure(ASKED, 0.0, log, SETTINGS)
   for _ in range(6):
     next(run)
   run.close()
@@ -121,15 +128,15 @@ def test_a_stopped_run_goes_on(pair, answers, tmp_path, monkeypatch):
 
   generate = measuring.generate
   monkeypatch.setattr(measuring, 'generate', counted)
-  assert untimed(bench.measure(ASKED, [0.0, 1.0], log, SETTINGS)) == untimed(answers)
+  assert untimed(at_both(bench, log)) == untimed(answers)
   num_made = len(answers) - 6
   assert 2 * num_made <= len(decoded) <= 4 * num_made
   assert len(log.read_text().splitlines()) == 1 + len(answers)
   decoded.clear()
-  assert len(list(bench.measure(ASKED, [0.0, 1.0], log, SETTINGS))) == len(answers)
+  assert len(at_both(bench, log)) == len(answers)
   assert not decoded
   with pytest.raises(ValueError, match=r"is of a run with.*'seed': 3.*'seed': 4"):
-    next(bench.measure(ASKED, [0.0], log, {**SETTINGS, 'seed': 4}))
+    next(bench.measure(ASKED, 0.0, log, {**SETTINGS, 'seed': 4}))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,18 @@ def test_where_texts_part_the_gap_is_that_of_the_best_two(pair, how):
   kept_V = logits_V if how.get('top_k') != 2 else jnp.where(logits_V >= jnp.sort(logits_V)[-2], logits_V, -jnp.inf)
   best = np.sort(np.asarray(kept_V + sampling.temperature * noise_V))[::-1]
   np.testing.assert_allclose(gap, best[0] - best[1], rtol=1e-5)
+
+
+def test_a_run_leaves_a_report(pair, answers, tmp_path):
+  bench = Bench(*pair, POLICY, OPTIONS)
+  out = run(bench, ASKED, 1.0, tmp_path / 'log', tmp_path / 'one', SETTINGS)
+  assert json.loads((tmp_path / 'one' / 'report.json').read_text()) == json.loads(json.dumps(out))
+  assert (out['temperature'], out['policy'], out['tasks'].keys()) == (1.0, POLICY.describe(), {'one', 'two'})
+  assert out['pooled']['tau'] == summary.traced([a for a in answers if a.temperature == 1], POLICY).tau
+  assert sum(out['calibration']['num_nodes']) > 0
+  assert (tmp_path / 'one' / 'calibration.png').exists()
+  short = dataclasses.replace(bench, options={**OPTIONS, 'max_new_tokens': 1})
+  assert 'calibration' not in run(short, ASKED, 1.0, tmp_path / 'short', tmp_path / 'two', {})
 
 
 # Numbers by hand.

@@ -1,7 +1,6 @@
 """Plain and speculative decoding of the same questions, turn about, each answer written down as soon as it is there."""
 
 import dataclasses
-import itertools
 import json
 import os
 import zlib
@@ -68,12 +67,12 @@ class Bench:
 
   target: Target
   drafter: Drafter | None
-  policy: str | TreePolicy
+  policy: TreePolicy
   options: Mapping[str, Any]  # keywords of `decode.generate`; no temperature
   num_repeats: int = 1  # times that each answer is timed
 
   def measure(
-    self, questions: Sequence[Question], temperatures: Sequence[float], log: Path, settings: Mapping[str, Any]
+    self, questions: Sequence[Question], temperature: float, log: Path, settings: Mapping[str, Any]
   ) -> Iterator[Answered]:
     """Answers every turn plainly and speculatively, and yields both; batch 1.
 
@@ -82,8 +81,8 @@ class Bench:
 
     Args:
       questions: of any tasks. Without a chat template, only their first turns are asked.
-      temperatures: all questions are asked at each.
-      log: JSON Lines, an `Answered` each, behind a line of `settings`.
+      temperature: of all of them.
+      log: JSON Lines, an `Answered` each, of any temperature, behind a line of `settings`.
       settings: what the answers depend on; another run's log is not gone on with.
 
     Raises:
@@ -92,7 +91,7 @@ class Bench:
     tokenizer_of(self.target)  # before anything is written
     known = _read_log(log, settings)
     with open(log, 'a', encoding='utf-8') as file:
-      for temperature, question in itertools.product(temperatures, questions):
+      for question in questions:
         for key, answer in self._ask(question, temperature, known):
           if key not in known:
             file.write(answer.line())

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from eagle_jax.bench.calibration import Said, examples
 from eagle_jax.bench.measure import warm
 from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
 from eagle_jax.decode import build, generate
-from eagle_jax.device import bytes_per_s, device_name, flops_per_s
+from eagle_jax.device import bytes_per_s, flops_per_s, ran_on
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
@@ -134,7 +133,6 @@ def part_costs(
     measured.append(times(target, drafter, batch=batch, num_prompt=context, progress=progress))
     read_rates.append(bytes_per_s())  # at several moments too: the parts' times are those of their best
   return Parts(
-    device=device_name(),
     target=target.config.name,
     drafter=drafter.config.name,
     dtype=dtype,
@@ -142,8 +140,8 @@ def part_costs(
     times=tuple(measured),
     bytes_per_s=max(read_rates),
     flops_per_s=flops_per_s(dtype),
-    versions={name: version(name) for name in ('eagle_jax', 'jax', 'jaxlib')},
     date=datetime.date.today().isoformat(),
+    **ran_on(),
   )
 
 

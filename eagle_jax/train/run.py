@@ -7,7 +7,6 @@ import json
 import logging
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from eagle_jax.config import DrafterConfig
+from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.hub import load_drafter, load_target
@@ -131,8 +131,7 @@ def _provenance(config: Mapping[str, Any], data: _Gathered) -> dict[str, Any]:
     'num_examples': len(data.examples),
     'num_answer_tokens': int(sum(example.is_answer.sum() for example in data.examples)),
     'not_used': data.not_used,
-    'device': jax.devices()[0].device_kind,
-    'versions': {name: version(name) for name in ('eagle_jax', 'jax', 'flax', 'optax', 'orbax-checkpoint')},
+    **ran_on(),
   }
 
 
