@@ -180,7 +180,7 @@ class Eagle:
 
     Args:
       out_DBW: the rows' outputs.
-      noise: [X, B] i32 ids -> [X, B] f32.
+      noise: [n, B] i32 ids -> [n, B] f32.
       fanout: static.
       evidence: what the text suggests, which may be a token outside the draft vocabulary.
     """
@@ -190,8 +190,8 @@ class Eagle:
     noise_UB = noise(jnp.broadcast_to(ids_U[:, None], (len(ids_U), batch)))
     noise_UR = jnp.repeat(noise_UB, width, axis=1, total_repeat_length=batch * width)
     logits_UR = head_logits(params['head'], out_DR) + noise_UR
-    logits_XR = logits_UR if evidence is None else self.weighed(params, logits_UR, out_DR, noise, evidence)
-    log_p_RC, index_RC = jax.lax.top_k(jax.nn.log_softmax(logits_XR, axis=0).T, fanout)
+    logits_nR = logits_UR if evidence is None else self.weighed(params, logits_UR, out_DR, noise, evidence)
+    log_p_RC, index_RC = jax.lax.top_k(jax.nn.log_softmax(logits_nR, axis=0).T, fanout)
     token_RC = jnp.take(ids_U, index_RC, mode='clip')
     if evidence is not None:
       token_RC = jnp.where(index_RC < len(ids_U), token_RC, evidence.token.reshape(-1, 1))
