@@ -10,7 +10,6 @@ Requests are checked, and padded in NumPy, before any tracing.
 
 import dataclasses
 import logging
-import operator
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePoli
 from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.program import Program
+from eagle_jax.request import require_loaded, require_valid, token_ids
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, param_sharding, using
 from eagle_jax.state import DecodeState, Params, Spec
@@ -113,6 +113,7 @@ def settle(
   Returns:
     The policy; the drafter, with the draft vocabulary that costs were measured with; and the costs, if they are used.
   """
+  require_loaded(target, drafter)
   if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
     costs = find_costs(target, drafter, batch=batch)
   chosen = _resolve(policy, drafter, costs)
@@ -162,7 +163,7 @@ def _resolve(policy: str | TreePolicy, drafter: Drafter | None, costs: Costs | N
     return guess
   if isinstance(policy, Adaptive) and costs is None:
     raise ValueError(f'{policy.describe()} weighs costs, and none are stored for this pair here: run launch/cost.py.')
-  if isinstance(policy, str):
+  if isinstance(policy, (str, type)) or not hasattr(policy, 'fanouts'):
     raise ValueError(
       f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
     )
@@ -205,9 +206,19 @@ def generate(
   Raises:
     ValueError: what came cannot be decoded; said before anything is compiled.
   """
-  params, spec = build(target, drafter, policy=policy, batch=max(len(prompts), 1), costs=costs)
-  arguments, static = _request(
-    target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
+  params, spec, arguments, static = _request(
+    target,
+    drafter,
+    prompts,
+    policy=policy,
+    costs=costs,
+    max_new_tokens=max_new_tokens,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    seed=seed,
+    row_ids=row_ids,
+    eos_ids=eos_ids,
   )
   with using(mesh_of(target.params)):
     run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
@@ -280,10 +291,19 @@ def stream(
   Raises:
     ValueError: as `generate`, at the call and not at the first chunk.
   """
-  params, spec = build(target, drafter, policy=policy, costs=costs)
-  prompts: Any = [prompt]
-  arguments, static = _request(
-    target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
+  params, spec, arguments, static = _request(
+    target,
+    drafter,
+    [prompt],
+    policy=policy,
+    costs=costs,
+    max_new_tokens=max_new_tokens,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    seed=seed,
+    row_ids=row_ids,
+    eos_ids=eos_ids,
   )
   return Stream(target, params, spec, arguments, static)
 
@@ -337,68 +357,14 @@ class Stream(Iterator[Chunk]):
     return Chunk(text, tokens, int(num_accepted_1N[0, num_passes - 1]) if num_passes else 0), bool(is_done)
 
 
-def _request(target, params, spec, prompts, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids):
-  """Checks a request and pads it in NumPy: the arguments of `run_prefill`."""
-  ids = _encode(target, prompts)
-  for name, value in (('max_new_tokens', max_new_tokens), ('top_k', top_k), ('seed', seed)):
-    _require_int32(name, value)
-  for name, values in (('row_ids', row_ids), ('eos_ids', eos_ids)):
-    for value in values if values is not None else ():
-      _require_int32(f'{name} {values}: one', value)
-  _check(target, ids, max_new_tokens, temperature, top_k, top_p)
-  if row_ids is not None and len(row_ids) != len(ids):
-    raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
+def _request(
+  target: Target, drafter: Drafter | None, prompts: Any, *, policy: Any, costs: Any, **how: Any
+) -> tuple[Params, Spec, tuple, dict[str, Any]]:
+  """What `build` returns, and the arguments of `run_prefill`: checked, and padded in NumPy."""
+  require_loaded(target, drafter)
+  ids = token_ids(target, prompts)
+  params, spec = build(target, drafter, policy=policy, batch=len(ids), costs=costs)
+  require_valid(target, ids, **how)
   tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
-  return prepare(
-    params,
-    tokens_BL,
-    length_B,
-    spec=spec,
-    max_new_tokens=max_new_tokens,
-    sampling=Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-    row_ids=row_ids,
-    eos_ids=eos_ids,
-  )
-
-
-def _encode(target: Target, prompts: Any) -> list[list[int]]:
-  if isinstance(prompts, str) or not len(prompts):
-    raise ValueError(f'prompts is {prompts!r}; a non-empty list is needed: [{prompts!r}] for one prompt.')
-  if any(isinstance(prompt, str) for prompt in prompts):
-    if not all(isinstance(prompt, str) for prompt in prompts):
-      raise ValueError('Texts and lists of token ids came mixed: give one kind.')
-    if target.tokenizer is None:
-      raise ValueError('Text prompts came, but this target has no tokenizer: pass lists of token ids.')
-    if '' in prompts:
-      raise ValueError(f'Prompt {prompts.index("")} is empty: give it at least one character.')
-    return [target.tokenizer.encode_prompt(prompt) for prompt in prompts]
-  return [[int(token) for token in row] for row in prompts]
-
-
-def _require_int32(name: str, value: Any) -> None:
-  try:
-    is_good = -(2**31) <= operator.index(value) < 2**31
-  except TypeError:
-    is_good = False
-  if not is_good:
-    raise ValueError(f'{name} is {value!r}; an integer of 32 bits is needed.')
-
-
-def _check(target: Target, ids: list[list[int]], max_new_tokens, temperature, top_k, top_p) -> None:
-  vocab_size, max_context = target.config.vocab_size, target.config.max_context
-  for row, tokens in enumerate(ids):
-    if not tokens:
-      raise ValueError(f'Prompt {row} is empty: give it at least one token.')
-    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-      raise ValueError(f'Prompt {row} holds ids {outside[:5]} outside the vocabulary of {vocab_size}: use 0 .. size-1.')
-    if len(tokens) + max_new_tokens > max_context:
-      raise ValueError(
-        f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
-        f'{max_context}. Shorten the prompt or lower max_new_tokens.'
-      )
-  if not 0 <= temperature <= float(np.finfo(np.float32).max):
-    raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
-  if top_k < 0:
-    raise ValueError(f'top_k is {top_k}; an integer >= 0 is needed (0 keeps all tokens).')
-  if not 0 < top_p <= 1:
-    raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens).')
+  sampling = Sampling.of(**{name: how.pop(name) for name in ('temperature', 'top_k', 'top_p', 'seed')})
+  return params, spec, *prepare(params, tokens_BL, length_B, spec=spec, sampling=sampling, **how)

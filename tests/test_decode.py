@@ -347,7 +347,7 @@ def test_a_copy_would_be_seen():
 TOO_LONG = [[1] * 500]
 BAD_REQUESTS = [
   ({'prompts': 'Why?'}, "prompts is 'Why\\?'.*list"),
-  ({'prompts': []}, r'prompts is \[\].*non-empty list'),
+  ({'prompts': []}, r'prompts is \[\].*one or more strings'),
   ({'prompts': [[1], []]}, 'Prompt 1 is empty.*one token'),
   ({'prompts': ['a', '']}, 'Prompt 1 is empty.*one character'),
   ({'prompts': [[1], [2, 97]]}, r'Prompt 1 .*\[97\] outside the vocabulary of 97'),
@@ -360,7 +360,16 @@ BAD_REQUESTS = [
   ({'top_p': 1.5}, 'top_p is 1.5'),
   ({'top_p': float('nan')}, 'top_p is nan'),
   ({'top_k': -1}, 'top_k is -1.*>= 0'),
+  ({'prompts': None}, 'prompts is None; a list'),
+  ({'prompts': [1, 2]}, 'Prompt 0 is 1; a list of integers'),
+  ({'prompts': [[1], [2.5]]}, 'Prompt 1 holds 2.5; an integer'),
+  ({'prompts': [b'Why?']}, 'Prompt 0 is .*; a list of integers'),
+  ({'eos_ids': 3}, 'eos_ids is 3; a list of integers'),
   ({'policy': 'tree'}, "Unknown policy 'tree'.*'plain'"),
+  ({'policy': None}, 'Unknown policy None'),
+  ({'policy': Chain}, 'Unknown policy .*Chain'),
+  ({'target': 'smollm2'}, "target is 'smollm2'; .*load_target"),
+  ({'drafter': 'smollm2'}, "drafter is 'smollm2'; .*load_drafter"),
   ({'drafter': None}, 'dynamic.*needs a drafter'),
   ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
   ({'row_ids': [1, 2, 3]}, '3 row_ids came for 4 prompts'),
@@ -369,16 +378,16 @@ BAD_REQUESTS = [
   ({'top_k': 2**31}, 'top_k is 2147483648.*32 bits'),
   ({'top_k': 1.5}, 'top_k is 1.5; an integer'),
   ({'max_new_tokens': 2.5}, 'max_new_tokens is 2.5; an integer'),
-  ({'row_ids': [1, 2, 3, 2**40]}, 'row_ids .*one is 1099511627776; an integer'),
-  ({'eos_ids': [2**33]}, 'eos_ids .*one is 8589934592; an integer'),
+  ({'row_ids': [1, 2, 3, 2**40]}, 'row_ids holds 1099511627776; an integer of 32'),
+  ({'eos_ids': [2**33]}, 'eos_ids holds 8589934592; an integer of 32'),
 ]
 
 
 @pytest.mark.parametrize(('change', 'words'), BAD_REQUESTS, ids=lambda x: '' if isinstance(x, str) else str(x)[:40])
 def test_bad_requests(target, drafter, plain, change, words):
-  request = {'drafter': drafter, 'prompts': PROMPTS, 'max_new_tokens': 16, 'policy': SMALL} | change
+  request = {'target': target, 'drafter': drafter, 'prompts': PROMPTS, 'max_new_tokens': 16, 'policy': SMALL} | change
   with compile_events() as events, pytest.raises(ValueError, match=words):
-    decode.generate(target, **request)
+    decode.generate(**request)
   assert events == []
 
 
@@ -386,6 +395,7 @@ def test_bad_requests(target, drafter, plain, change, words):
   ('change', 'words'),
   [
     ({'prompt': []}, 'Prompt 0 is empty'),
+    ({'prompt': ['Why?']}, "Prompt 0 holds 'Why.'; an integer"),
     ({'prompt': [97]}, 'outside the vocabulary'),
     ({'prompt': TOO_LONG[0]}, 'context of 512'),
     ({'temperature': -1.0}, 'temperature is -1.0'),

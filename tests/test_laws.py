@@ -219,6 +219,8 @@ def test_policies_describe_themselves():
     (lambda: DynamicTree(num_nodes=0), 'at least 1.*num_nodes'),
     (lambda: DynamicTree(2, 2, 2, 8), '8 nodes.*only 7'),
     (lambda: Chain(0), 'at least 1.*max_depth'),
+    (lambda: Chain(1.5), 'integers.*max_depth'),
+    (lambda: DynamicTree('3'), 'integers.*width'),
     (lambda: StaticTree([]), '0 paths'),
     (lambda: StaticTree([()]), 'root is implied'),
     (lambda: StaticTree([(0,), (0,)]), 'distinct'),

@@ -6,6 +6,7 @@ Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is ed
 import dataclasses
 import functools
 import itertools
+import numbers
 from typing import Any, Protocol
 
 import jax
@@ -95,9 +96,9 @@ class Fixed:
 
 
 def _require_at_least_one(policy, *names: str) -> None:
-  bad = {name: getattr(policy, name) for name in names if getattr(policy, name) < 1}
-  if bad:
-    raise ValueError(f'{type(policy).__name__}: these must be at least 1: {bad}.')
+  sizes = {name: getattr(policy, name) for name in names}
+  if bad := {name: size for name, size in sizes.items() if not isinstance(size, numbers.Integral) or size < 1}:
+    raise ValueError(f'{type(policy).__name__}: these must be integers, at least 1: {bad}.')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""A request as users make it: put into token ids, and refused if it cannot be decoded, before any tracing."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.target.transformer import Target
+
+
+def token_ids(target: Target, prompts: Any) -> list[list[int]]:
+  """Strings, through the target's tokenizer, or rows of token ids as they are.
+
+  Raises:
+    ValueError: they are neither, or none came.
+  """
+  if isinstance(prompts, str):
+    raise ValueError(f'prompts is {prompts!r}; a list is needed: [{prompts!r}] for one prompt.')
+  if not hasattr(prompts, '__len__') or not len(prompts):
+    raise ValueError(f'prompts is {prompts!r}; a list of one or more strings, or rows of token ids, is needed.')
+  if any(isinstance(prompt, str) for prompt in prompts):
+    if not all(isinstance(prompt, str) for prompt in prompts):
+      raise ValueError('Texts and lists of token ids came mixed: give one kind.')
+    if target.tokenizer is None:
+      raise ValueError('Text prompts came, but this target has no tokenizer: pass lists of token ids.')
+    if '' in prompts:
+      raise ValueError(f'Prompt {prompts.index("")} is empty: give it at least one character.')
+    return [target.tokenizer.encode_prompt(prompt) for prompt in prompts]
+  return [_integers(f'Prompt {row}', tokens) for row, tokens in enumerate(prompts)]
+
+
+def require_loaded(target: Any, drafter: Any) -> None:
+  """ValueError if a name or a path came where a loaded model is needed."""
+  if not isinstance(target, Target):
+    raise ValueError(f'target is {target!r:.80}; one that was loaded is needed: load_target(...).')
+  if drafter is not None and not isinstance(drafter, Drafter):
+    raise ValueError(f'drafter is {drafter!r:.80}; one that was loaded is needed, or None: load_drafter(..., target).')
+
+
+def require_valid(
+  target: Target, ids: list[list[int]], *, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
+) -> None:
+  """ValueError if these cannot be decoded; see `decode.generate`."""
+  for name, value in (('max_new_tokens', max_new_tokens), ('top_k', top_k), ('seed', seed)):
+    _integer(f'{name} is', value)
+  for name, values in (('row_ids', row_ids), ('eos_ids', eos_ids)):
+    if values is not None:
+      _integers(name, values)
+  if row_ids is not None and len(row_ids) != len(ids):
+    raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
+  vocab_size, max_context = target.config.vocab_size, target.config.max_context
+  for row, tokens in enumerate(ids):
+    if not tokens:
+      raise ValueError(f'Prompt {row} is empty: give it at least one token.')
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+      raise ValueError(f'Prompt {row} holds ids {outside[:5]} outside the vocabulary of {vocab_size}: use 0 .. size-1.')
+    if len(tokens) + max_new_tokens > max_context:
+      raise ValueError(
+        f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
+        f'{max_context}. Shorten the prompt or lower max_new_tokens.'
+      )
+  if not 0 <= temperature <= float(np.finfo(np.float32).max):
+    raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
+  if top_k < 0:
+    raise ValueError(f'top_k is {top_k}; an integer >= 0 is needed (0 keeps all tokens).')
+  if not 0 < top_p <= 1:
+    raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens).')
+
+
+def _integers(name: str, values: Any) -> list[int]:
+  if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    raise ValueError(f'{name} is {values!r}; a list of integers is needed.')
+  return [_integer(f'{name} holds', value) for value in values]
+
+
+def _integer(what_is: str, value: Any) -> int:
+  """Python's, from any kind; ValueError unless 32 bits hold it."""
+  try:
+    integer = operator.index(value)
+  except TypeError:
+    raise ValueError(f'{what_is} {value!r}; an integer is needed.') from None
+  if not -(2**31) <= integer < 2**31:
+    raise ValueError(f'{what_is} {value!r}; an integer of 32 bits is needed.')
+  return integer
