@@ -25,9 +25,9 @@ def run(
   measured = bench.measure(questions, temperature, log, settings)
   answers = list(tqdm(measured, desc=f'answers, temperature {temperature:g}'))
   summary = {**report(answers, bench.policy), **settings, 'temperature': temperature}
-  drafter = None if bench.policy.num_nodes == 1 else bench.drafter
-  if drafter is not None and not drafter.has_own_head and any(len(answer.plain.tokens) > 1 for answer in answers):
-    how = {'policy': DynamicTree(), 'seed': bench.options['seed']}  # of EAGLE-3 no traces are recorded
+  drafter, is_drafted = bench.drafter, bench.policy.num_nodes > 1 and any(len(a.plain.tokens) > 1 for a in answers)
+  if drafter is not None and is_drafted and not drafter.has_own_head:  # no traces of EAGLE-3 heads are recorded
+    how = {'policy': DynamicTree(), 'seed': bench.options['seed']}
     summary['calibration'] = calibrate(bench.target, drafter, answers, **how)
   write(summary, folder)
   plot(summary, folder)
