@@ -33,7 +33,7 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 
 def main(_):
   folder, out, how = Path(FLAGS.questions), Path(FLAGS.out), options.requested()
-  tasks = FLAGS.tasks or sorted(path.stem for path in folder.glob('*.jsonl'))
+  tasks = FLAGS.tasks or questions.tasks_in(folder)
   asked = [question for task in tasks for question in questions.read_questions(folder, task, FLAGS.num_questions)]
   target, drafter = common.models()
   policy, drafter, _ = decode.settle(target, drafter, policy=how.pop('policy'))

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import json
 
 import jax
@@ -14,7 +15,7 @@ from eagle_jax.bench import summary
 from eagle_jax.bench.calibration import acceptance_by_rank, calibrate, reliability
 from eagle_jax.bench.measure import Answered, Bench, Timed, gap_where_they_part
 from eagle_jax.bench.plots import plot
-from eagle_jax.bench.questions import QUESTIONS, Question, read_questions
+from eagle_jax.bench.questions import QUESTIONS, Question, read_questions, tasks_in
 from eagle_jax.bench.run import run
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
@@ -93,6 +94,9 @@ def test_a_missing_or_empty_task_is_named(tmp_path):
     read_questions(tmp_path, 'other')
   with pytest.raises(ValueError, match='own.jsonl is empty'):
     read_questions(tmp_path, 'own')
+  for look in (tasks_in, functools.partial(read_questions, task='own')):
+    with pytest.raises(ValueError, match='No questions in .*nowhere'):
+      look(tmp_path / 'nowhere')
 
 
 # Measuring.

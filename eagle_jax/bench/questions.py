@@ -31,6 +31,13 @@ def tokenizer_of(target: Target) -> Any:
   return target.tokenizer
 
 
+def tasks_in(folder: str | Path) -> list[str]:
+  """Names of a folder's tasks; ValueError if it has none."""
+  if tasks := sorted(path.stem for path in Path(folder).glob('*.jsonl')):
+    return tasks
+  raise ValueError(f'No questions in {folder}: needed is a folder with a TASK.jsonl file or more.')
+
+
 def read_questions(folder: str | Path, task: str, num_questions: int | None = None) -> list[Question]:
   """The first questions of a task.
 
@@ -44,8 +51,7 @@ def read_questions(folder: str | Path, task: str, num_questions: int | None = No
   """
   path = Path(folder) / f'{task}.jsonl'
   if not path.is_file():
-    found = sorted(other.stem for other in Path(folder).glob('*.jsonl'))
-    raise ValueError(f'No questions at {path}. The tasks in that folder are {found}: choose among them.')
+    raise ValueError(f'No questions at {path}. The tasks in that folder are {tasks_in(folder)}: choose among them.')
   with open(path, encoding='utf-8') as lines:
     questions = list(_parsed(task, path, lines))
   if not questions:
