@@ -27,6 +27,9 @@ flags.DEFINE_list('tasks', None, 'Names of tasks, separated by commas; default a
 flags.DEFINE_integer('num_questions', None, 'Of each task, at most; default all.', lower_bound=1)
 flags.DEFINE_integer('num_repeats', 1, 'Times that each answer is timed.', lower_bound=1)
 flags.DEFINE_list('temperatures', None, 'Several, a report in a folder of its own for each; default --temperature.')
+flags.register_validator(
+  'temperatures', lambda given: all(x.replace('.', '', 1).isdigit() for x in given or ()), 'numbers >= 0, such as 0,0.7'
+)
 flags.DEFINE_string('out', 'runs/bench', 'Folder of the log, report.json, .csv and .md, and plots.')
 flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, an object a temperature.')
 
