@@ -12,12 +12,13 @@ from jax.sharding import Mesh
 
 from eagle_jax.config import require_match
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.request import require_loaded
 from eagle_jax.sharding import mesh_of
 from eagle_jax.target.transformer import Target
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, heads, naming
 from eagle_jax.weights.files import replacing
-from eagle_jax.weights.load import assemble, flatten
+from eagle_jax.weights.load import assemble, flatten, parameter_dtype
 from eagle_jax.weights.safetensors import write_safetensors
 
 log = logging.getLogger('eagle_jax')
@@ -83,6 +84,7 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   Raises:
     ValueError: unknown name, unsupported or damaged folder, tensors that do not fit, or a drafter for another target.
   """
+  require_loaded(target, None)
   path = _drafter_folder(name_or_path)
   config = heads.read_head_config(path, folder.read_config(path))
   require_match(config, target.config)
@@ -119,7 +121,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   Tensors bear the published names of EAGLE-1/2 heads, and are stored in `dtype` (None: as they are). What the drafter
   holds of its target is left out. config.json comes last: a folder without one is not taken for a drafter.
   """
-  path = Path(path)
+  path, dtype = Path(path), None if dtype is None else parameter_dtype(dtype)
   table = naming.drafter_table(drafter.config)
   own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
   params = jax.tree.map(

@@ -61,6 +61,9 @@ def require_valid(
         f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
         f'{max_context}. Shorten the prompt or lower max_new_tokens.'
       )
+  for name, value in (('temperature', temperature), ('top_p', top_p)):
+    if np.ndim(value) or np.asarray(value).dtype.kind not in 'fiu':
+      raise ValueError(f'{name} is {value!r}; a number is needed.')
   if not 0 <= temperature <= float(np.finfo(np.float32).max):
     raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
   if top_k < 0:

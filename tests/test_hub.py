@@ -264,6 +264,19 @@ def test_drafter_takes_the_targets_dtype(tmp_path, gguf_path, drafter):
   assert hub.load_drafter(tmp_path / 'saved', half, dtype='float32').params['fc']['weight'].dtype == jnp.float32
 
 
+@pytest.mark.parametrize('dtype', ['float99', 'int8', 'float64', 3])
+def test_other_dtypes(tmp_path, gguf_path, target, drafter, dtype):
+  hub.save_drafter(drafter, tmp_path / 'saved')
+  for call in (
+    lambda: hub.load_target(gguf_path, dtype=dtype),
+    lambda: hub.load_drafter(tmp_path / 'saved', target, dtype=dtype),
+    lambda: hub.save_drafter(drafter, tmp_path / 'other', dtype=dtype),
+  ):
+    with pytest.raises(ValueError, match=f"dtype is {dtype!r}; 'float32', 'bfloat16' or 'float16' is needed"):
+      call()
+  assert not (tmp_path / 'other').exists()
+
+
 def test_published_drafter_folder(tmp_path, target, drafter):
   published = HF_CONFIG | {'num_hidden_layers': 1, 'qkv_bias': True, 'rms_norm_eps': 1e-6}
   del published['rope_theta']
@@ -286,6 +299,8 @@ def test_drafter_for_another_target(tmp_path, target, drafter):
 
 
 def test_bad_drafters(tmp_path, target, drafter):
+  with pytest.raises(ValueError, match=r'target is None; one that was loaded is needed: load_target\(...\)'):
+    hub.load_drafter('smollm2-135m-eagle2', None)
   with pytest.raises(ValueError, match="Unknown drafter 'nobody'"):
     hub.load_drafter('nobody', target)
   with pytest.raises(ValueError, match='holds no config.json'):

@@ -12,6 +12,17 @@ from eagle_jax.sharding import param_sharding
 from eagle_jax.weights.naming import Table
 
 
+def parameter_dtype(dtype: Any) -> np.dtype:
+  """That of a name or a type; ValueError unless it is one of float32, bfloat16 and float16."""
+  try:
+    found = jnp.dtype(dtype)
+  except TypeError:
+    found = None
+  if dtype is None or found not in map(jnp.dtype, ('float32', 'bfloat16', 'float16')):
+    raise ValueError(f"dtype is {dtype!r}; 'float32', 'bfloat16' or 'float16' is needed.")
+  return found
+
+
 def assemble(
   tensors: Iterable[tuple[str, np.ndarray]],
   table: Table,
@@ -25,7 +36,7 @@ def assemble(
   Args:
     tensors: (name, array) pairs, such as `dict.items()`; float64, float32, float16 or bfloat16.
     table: what the file must hold, and where it goes.
-    dtype: of the resulting arrays, where the table does not say another.
+    dtype: of the resulting arrays, where the table does not say another: float32, bfloat16 or float16.
     mesh: takes each array in its own shards, see `sharding.param_sharding`; None means the default device.
     source: what to call the file in an error.
 
@@ -33,9 +44,10 @@ def assemble(
     Nested dict with `jax.Array` leaves of `dtype`.
 
   Raises:
-    ValueError: once, listing all missing, unexpected, repeated, misshaped, mistyped and non-finite tensors.
+    ValueError: another dtype; or once, listing all missing, unexpected, repeated, misshaped, mistyped and non-finite
+      tensors.
   """
-  dtype = jnp.dtype(dtype)
+  dtype = parameter_dtype(dtype)
   params: dict[str, Any] = {}
   faults: list[str] = []
   seen: set[str] = set()
