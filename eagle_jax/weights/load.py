@@ -18,7 +18,7 @@ def parameter_dtype(dtype: Any) -> np.dtype:
     found = jnp.dtype(dtype)
   except TypeError:
     found = None
-  if dtype is None or found not in map(jnp.dtype, ('float32', 'bfloat16', 'float16')):
+  if found not in map(jnp.dtype, ('float32', 'bfloat16', 'float16')):
     raise ValueError(f"dtype is {dtype!r}; 'float32', 'bfloat16' or 'float16' is needed.")
   return found
 
