@@ -38,7 +38,8 @@ def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh 
       them. None means the default device alone.
 
   Raises:
-    ValueError: unknown name, missing, corrupt or unsupported file, or tensors that do not fit (all listed at once).
+    ValueError: unknown name, another dtype, missing, corrupt or unsupported file, or tensors that do not fit (all
+      listed at once).
   """
   path = Path(name_or_path)
   if path.suffix == '.gguf':
@@ -79,10 +80,11 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
     name_or_path: a shipped name, or a folder with config.json (ours or a published head's) and safetensors or
       pytorch_model.bin, of which nothing is executed.
     target: the model it drafts for.
-    dtype: of the parameters; None means the target's.
+    dtype: of the parameters, as in `load_target`; None means the target's.
 
   Raises:
-    ValueError: unknown name, unsupported or damaged folder, tensors that do not fit, or a drafter for another target.
+    ValueError: unknown name, another dtype, unsupported or damaged folder, tensors that do not fit, a drafter for
+      another target, or a target that is none.
   """
   require_loaded(target, None)
   path = _drafter_folder(name_or_path)
@@ -120,6 +122,9 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
 
   Tensors bear the published names of EAGLE-1/2 heads, and are stored in `dtype` (None: as they are). What the drafter
   holds of its target is left out. config.json comes last: a folder without one is not taken for a drafter.
+
+  Raises:
+    ValueError: `dtype` is none of those of `load_target`, or the parameters do not fit the config.
   """
   path, dtype = Path(path), None if dtype is None else parameter_dtype(dtype)
   table = naming.drafter_table(drafter.config)

@@ -45,6 +45,8 @@ def require_valid(
   """ValueError if these cannot be decoded; see `decode.generate`."""
   for name, value in (('max_new_tokens', max_new_tokens), ('top_k', top_k), ('seed', seed)):
     _integer(f'{name} is', value)
+  for name, value in (('temperature', temperature), ('top_p', top_p)):
+    _number(f'{name} is', value)
   for name, values in (('row_ids', row_ids), ('eos_ids', eos_ids)):
     if values is not None:
       _integers(name, values)
@@ -61,9 +63,6 @@ def require_valid(
         f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
         f'{max_context}. Shorten the prompt or lower max_new_tokens.'
       )
-  for name, value in (('temperature', temperature), ('top_p', top_p)):
-    if np.ndim(value) or np.asarray(value).dtype.kind not in 'fiu':
-      raise ValueError(f'{name} is {value!r}; a number is needed.')
   if not 0 <= temperature <= float(np.finfo(np.float32).max):
     raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
   if top_k < 0:
@@ -87,3 +86,13 @@ def _integer(what_is: str, value: Any) -> int:
   if not -(2**31) <= integer < 2**31:
     raise ValueError(f'{what_is} {value!r}; an integer of 32 bits is needed.')
   return integer
+
+
+def _number(what_is: str, value: Any) -> float:
+  """Python's, from any kind of scalar; ValueError if it is none."""
+  try:
+    if isinstance(value, (str, bytes)) or np.ndim(value):
+      raise TypeError
+    return float(value)
+  except (TypeError, ValueError):
+    raise ValueError(f'{what_is} {value!r}; a number is needed.') from None
