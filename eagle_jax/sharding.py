@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 RULES = {
-  'batch': 'data', 'heads': 'model', 'kv_heads': 'model', 'ffn': 'model', 'vocab': 'model',
+  'batch': 'data', 'heads': 'model', 'kv_heads': 'model', 'head_dim': 'model', 'ffn': 'model', 'vocab': 'model',
   'width': None, 'fc_out': 'model',
 }  # fmt: skip
 
@@ -21,15 +21,10 @@ RULES = {
 PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('embed', 'weight'): ('vocab', 'width'),
   ('head', 'weight'): ('vocab', 'width'),
-  ('q', 'weight'): ('heads', 'width'),
-  ('k', 'weight'): ('kv_heads', 'width'),
-  ('v', 'weight'): ('kv_heads', 'width'),
-  ('q', 'bias'): ('heads',),
-  ('k', 'bias'): ('kv_heads',),
-  ('v', 'bias'): ('kv_heads',),
+  ('qkv', 'weight'): ('kv_heads', None, 'head_dim', 'width'),
+  ('qkv', 'bias'): ('kv_heads', None, 'head_dim'),
   ('o', 'weight'): ('width', 'heads'),
-  ('gate', 'weight'): ('ffn', 'width'),  # of each expert too: all devices share every one, so none waits for another
-  ('up', 'weight'): ('ffn', 'width'),
+  ('gate_up', 'weight'): (None, 'ffn', 'width'),  # of each expert too: all devices share every one, so none waits
   ('down', 'weight'): ('width', 'ffn'),
   ('fc', 'weight'): ('fc_out', 'width'),
 }
@@ -50,11 +45,11 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1
 
 
 def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-  """The spec of an array of these logical axes. A dimension that its mesh axis does not divide is replicated."""
-  names = []
+  """The spec of an array of these logical axes. A mesh axis splits the first of its dimensions that it divides."""
+  names: list[str | None] = []
   for axis, size in zip(axes, shape, strict=True):
     name = RULES[axis] if axis else None
-    names.append(name if name in mesh.shape and size % mesh.shape[name] == 0 else None)
+    names.append(name if name in mesh.shape and name not in names and size % mesh.shape[name] == 0 else None)
   return PartitionSpec(*names)
 
 

@@ -37,6 +37,7 @@ SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top
 BATCHES = (8, 1)
 FAMILIES = {
   'biased': {'qkv_bias': True, 'qk_norm': True, 'window': 4},
+  'grouped': {'num_kv_heads': 2, 'qkv_bias': True},  # fewer than devices a model: each head's weights are split
   'routed': {'num_experts': 4, 'experts_per_token': 2},
 }
 
@@ -74,7 +75,7 @@ def logits(switches, mesh) -> np.ndarray:
   params = tree.unflatten([x + 0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)])
   if mesh is not None:
     params = jax.device_put(params, param_shardings(params, mesh))
-    assert params['layer_0']['attn']['q']['weight'].sharding.mesh == mesh
+    assert params['layer_0']['attn']['qkv']['weight'].sharding.mesh == mesh
   token_BL = np.random.default_rng(0).integers(0, TARGET.vocab_size, (max(BATCHES), 12), dtype=np.int32)
   with using(mesh):
     return np.asarray(jax.jit(lambda params: network.logits(params, network.read(params, token_BL)))(params))

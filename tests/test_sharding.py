@@ -93,7 +93,7 @@ def test_every_parameter_has_its_row_or_is_small(shapes):
   small = {('fc', 'bias'), ('router', 'weight')}
   small |= {(norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm', 'q_norm', 'k_norm')}
   assert names - set(PARAM_AXES) == small
-  assert {axis for axes in PARAM_AXES.values() for axis in axes} <= set(RULES)
+  assert {axis for axes in PARAM_AXES.values() for axis in axes} <= {*RULES, None}
 
 
 def on_eight_devices(script: str):
@@ -141,7 +141,7 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', MESHES)
-@pytest.mark.parametrize('family', ['biased', 'routed'])
+@pytest.mark.parametrize('family', ['biased', 'grouped', 'routed'])
 def test_families_are_sharded_alike(on_meshes, family, mesh):
   """Relative error of the logits: biases and expert weights are split as the rules say, sums go over all shares."""
   assert on_meshes['families'][mesh][family] < 1e-5
@@ -157,7 +157,7 @@ def test_drafts_are_accepted_at_all(on_meshes):
 def test_each_device_holds_its_share(on_meshes):
   places = on_meshes['places']['2x4']
   assert places['target/embed/weight'] == [[16, 32], [4, 32]]
-  assert places['target/layer_0/attn/q/weight'] == [[64, 32], [16, 32]]
+  assert places['target/layer_0/attn/qkv/weight'] == [[4, 4, 8, 32], [1, 4, 8, 32]]
   assert places['target/layer_0/mlp/down/weight'] == [[32, 48], [32, 12]]
   assert places['target/norm/scale'] == [[32], [32]]
   assert places['drafter/fc/weight'] == [[32, 64], [8, 64]]
@@ -176,8 +176,8 @@ def test_training_on_a_mesh_gives_the_losses_of_one_device(trained, mesh, width)
   (losses, shares), (expected, whole) = (trained['steps'][f'{name} {width}'] for name in (mesh, 'none'))
   assert losses == pytest.approx(expected, rel=1e-4)
   assert len(set(expected)) == 3
-  gate = "['layer']['mlp']['gate']['weight']"
-  assert shares[gate][0] * (1 if mesh == '8x1' else 4) == whole[gate][0]
+  joint = "['layer']['mlp']['gate_up']['weight']"
+  assert shares[joint][1] * (1 if mesh == '8x1' else 4) == whole[joint][1]
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The tree of a random EAGLE drafter against the reference's algorithm, anew in plain NumPy (EAGLE.md section 4).
 
-Nothing of the library runs on the reference's side: its forward, its cache (plain lists of rows) and its tree are here.
+The reference takes the weights as a file has them; its forward, its cache (plain lists of rows) and its tree are here.
 """
 
 import functools
@@ -16,6 +16,8 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.target.transformer import Taps
 from eagle_jax.tree import NO_PARENT, ancestor_mask, depth, rerank
+from eagle_jax.weights.load import flatten
+from eagle_jax.weights.naming import drafter_table
 
 CONFIG = DrafterConfig(
   vocab_size=23, width=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=24, rope_theta=50.0, qkv_bias=True
@@ -39,10 +41,10 @@ class Reference:
 
   def __init__(self, params):
     self.params, self.rows = params, []
+    self.saved = flatten({name: params[name] for name in ('fc', 'layer')}, drafter_table(CONFIG))
 
-  def linear(self, x, *path):
-    p = functools.reduce(lambda tree, name: tree[name], path, self.params)
-    return x @ p['weight'].T + p.get('bias', 0)
+  def linear(self, x, name):
+    return x @ self.saved[f'{name}.weight'].T + self.saved.get(f'{name}.bias', 0)
 
   def rope(self, x_HK, position):
     half = x_HK.shape[1] // 2
@@ -55,7 +57,7 @@ class Reference:
     """Output of one row, and its own key-value row; it sees the rows `seen` and itself."""
     H, G, K = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
     x = self.linear(np.concatenate([self.params['embed'][token], feature]), 'fc')
-    q, k, v = (self.linear(x, 'layer', 'attn', name).reshape(-1, K) for name in 'qkv')
+    q, k, v = (self.linear(x, f'layers.0.self_attn.{name}_proj').reshape(-1, K) for name in 'qkv')
     own = self.rope(k, position), v
     keys, values = (np.stack(kv) for kv in zip(*seen, own, strict=True))  # [rows, G, K]
     heads = []
@@ -63,10 +65,10 @@ class Reference:
       score = keys[:, h // (H // G)] @ q_K / np.sqrt(K)
       weight = np.exp(score - score.max())
       heads.append(weight @ values[:, h // (H // G)] / weight.sum())
-    y = x + self.linear(np.concatenate(heads), 'layer', 'attn', 'o')
-    normed = y / np.sqrt(np.mean(y**2) + CONFIG.norm_eps) * self.params['layer']['mlp_norm']['scale']
-    gate, up = (self.linear(normed, 'layer', 'mlp', name) for name in ('gate', 'up'))
-    return y + self.linear(gate / (1 + np.exp(-gate)) * up, 'layer', 'mlp', 'down'), own
+    y = x + self.linear(np.concatenate(heads), 'layers.0.self_attn.o_proj')
+    normed = y / np.sqrt(np.mean(y**2) + CONFIG.norm_eps) * self.saved['layers.0.post_attention_layernorm.weight']
+    gate, up = (self.linear(normed, f'layers.0.mlp.{name}_proj') for name in ('gate', 'up'))
+    return y + self.linear(gate / (1 + np.exp(-gate)) * up, 'layers.0.mlp.down_proj'), own
 
   def top_k(self, score, k):
     order = np.argsort(-score, kind='stable')

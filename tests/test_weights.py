@@ -77,8 +77,9 @@ def test_gguf_of_qwen2(tmp_path):
   assert dataclasses.replace(config, norm_eps=TINY.norm_eps) == biased
   assert gguf_file.architecture(file).permuted_qk is False
   attention = assemble(file.tensors(), table, jnp.float32)['layer_1']['attn']
-  np.testing.assert_array_equal(attention['q']['weight'], tensors['blk.1.attn_q.weight'])
-  np.testing.assert_array_equal(attention['k']['bias'], tensors['blk.1.attn_k.bias'])
+  q_GJKD, k_bias_GK = attention['qkv']['weight'][:, :-2], attention['qkv']['bias'][:, -2]
+  np.testing.assert_array_equal(q_GJKD.reshape(32, 32), tensors['blk.1.attn_q.weight'])
+  np.testing.assert_array_equal(k_bias_GK.reshape(16), tensors['blk.1.attn_k.bias'])
 
 
 def test_gguf_rope_factors_come_as_a_tensor(tmp_path, table):
@@ -101,9 +102,10 @@ def test_gguf_round_trip_turns_q_and_k_back(tmp_path, table):
   tensors['blk.1.attn_q.weight'] = row_ids
   file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors))
   params = assemble(file.tensors(), table, jnp.float32)
-  q_rows = params['layer_1']['attn']['q']['weight'][:, 0]
+  joint_GJKD = params['layer_1']['attn']['qkv']['weight']
+  q_rows = joint_GJKD[:, :-2].reshape(32, 32)[:, 0]
   np.testing.assert_array_equal(q_rows[:16], [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15])
-  np.testing.assert_array_equal(params['layer_1']['attn']['v']['weight'], tensors['blk.1.attn_v.weight'])
+  np.testing.assert_array_equal(joint_GJKD[:, -1].reshape(16, 32), tensors['blk.1.attn_v.weight'])
   back = flatten(params, table)
   assert back.keys() == tensors.keys()
   for name, array in tensors.items():
@@ -194,19 +196,15 @@ def test_drafter_tree(fc_bias, qkv_bias):
   config = dataclasses.replace(TINY_DRAFTER, fc_bias=fc_bias, qkv_bias=qkv_bias)
   table = naming.drafter_table(config)
   shapes = jax.tree.map(jnp.shape, assemble(random_tensors(table).items(), table, jnp.float32))
-  bias = {'bias': (32,)} if qkv_bias else {}
-  kv_bias = {'bias': (16,)} if qkv_bias else {}
   assert shapes == {
     'fc': {'weight': (32, 64), **({'bias': (32,)} if fc_bias else {})},
     'layer': {
       'attn': {
-        'q': {'weight': (32, 32), **bias},
-        'k': {'weight': (16, 32), **kv_bias},
-        'v': {'weight': (16, 32), **kv_bias},
+        'qkv': {'weight': (2, 4, 8, 32), **({'bias': (2, 4, 8)} if qkv_bias else {})},
         'o': {'weight': (32, 32)},
       },
       'mlp_norm': {'scale': (32,)},
-      'mlp': {'gate': {'weight': (64, 32)}, 'up': {'weight': (64, 32)}, 'down': {'weight': (32, 64)}},
+      'mlp': {'gate_up': {'weight': (2, 64, 32)}, 'down': {'weight': (32, 64)}},
     },
   }
 

@@ -43,7 +43,7 @@ class EagleHead(nn.Module):
   @nn.compact
   def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
     """Outputs of the rows, [D, R], and the memory that `mix` returns."""
-    x_DR = Linear(self.config.width, self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
+    x_DR = Linear((self.config.width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
     # No input norm, for what comes in is normed; and no final one.
     layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
     return layer(x_DR, Rotation.of(self.config, position_BT), mix)

@@ -26,7 +26,7 @@ class Eagle3Head(nn.Module):
     c = self.config
     if c.norm_taps:
       self.tap_norm = [RMSNorm(c.norm_eps) for _ in range(3)]
-    self.fc = Linear(c.width)
+    self.fc = Linear((c.width,))
     self.embedding_norm, self.feature_norm, self.mlp_norm, self.norm = (RMSNorm(c.norm_eps) for _ in range(4))
     self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width)
 

@@ -10,6 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.sharding import constrain
+
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
 FEW_ROWS = 16
 
@@ -32,18 +34,18 @@ def float32_product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class Linear(nn.Module):
-  """y_OR = W_OI x_IR (+ b_O)."""
+  """y_OR = W_OI x_IR (+ b_O), where O may be several dimensions: products of one input, read and made as one."""
 
-  num_outputs: int
+  outputs: tuple[int, ...]
   use_bias: bool = False
 
   @nn.compact
   def __call__(self, x_IR: jax.Array) -> jax.Array:
-    shape = (self.num_outputs, x_IR.shape[0])
-    weight_OI = self.param('weight', nn.initializers.lecun_normal(in_axis=-1, out_axis=-2), shape, x_IR.dtype)
-    y_OR = jnp.matmul(weight_OI, x_IR, precision=_precision(x_IR.dtype))
+    init = nn.initializers.lecun_normal(in_axis=-1, out_axis=range(len(self.outputs)))
+    weight_OI = self.param('weight', init, (*self.outputs, x_IR.shape[0]), x_IR.dtype)
+    y_OR = jnp.tensordot(weight_OI, x_IR, axes=1, precision=_precision(x_IR.dtype))
     if self.use_bias:
-      y_OR += self.param('bias', nn.initializers.zeros, (self.num_outputs,), x_IR.dtype)[:, None]
+      y_OR += self.param('bias', nn.initializers.zeros, self.outputs, x_IR.dtype)[..., None]
     return y_OR
 
 
@@ -109,11 +111,11 @@ class Rotation(NamedTuple):
     identity = jnp.eye(half)
     return cls(*(float32_product('ij,jbt->ibt', identity, table) for table in (jnp.cos(angle), jnp.sin(angle))))
 
-  def turn(self, x_HKR: jax.Array) -> jax.Array:
-    """[H, K, R], any float dtype, with R = B x T: dimension i turns with i + K/2 (rotate-half form), in float32."""
-    cos, sin = (x.reshape(1, x.shape[0], -1) for x in self)
-    low, high = jnp.split(x_HKR.astype(jnp.float32), 2, axis=1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=1).astype(x_HKR.dtype)
+  def turn(self, x_KR: jax.Array) -> jax.Array:
+    """[..., K, R], any float dtype, with R = B x T: dimension i turns with i + K/2 (rotate-half form), in float32."""
+    cos, sin = (x.reshape(*(1,) * (x_KR.ndim - 2), x.shape[0], -1) for x in self)
+    low, high = jnp.split(x_KR.astype(jnp.float32), 2, axis=-2)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-2).astype(x_KR.dtype)
 
 
 def scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
@@ -187,21 +189,21 @@ class Attention(nn.Module):
     (B, T), G, K = rotation.cos.shape[1:], c.num_kv_heads, c.head_dim
     J = c.num_heads // G
 
-    def project(name, heads):
-      return Linear(heads * K, c.qkv_bias, name=name)(x_DR).reshape(heads, K, B * T)
-
-    def turned(name, heads):
-      x_HKR = project(name, heads)
+    def turned(x_KR, name):
       if c.qk_norm:
-        x_HKR = RMSNorm(c.norm_eps, name=f'{name}_norm')(x_HKR)
-      return rotation.turn(x_HKR)
+        x_KR = RMSNorm(c.norm_eps, name=name)(x_KR)
+      return rotation.turn(x_KR)
 
-    q_BGJTK = turned('q', c.num_heads).reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
-    k, v = turned('k', G), project('v', G)
-    k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k, v))
+    # A key-value head's J queries, its key and its value stand together: a mesh splits them by heads. Where it has to
+    # split the weights of each head instead, their outputs meet here, not as scores.
+    joint_GJKBT = Linear((G, J + 2, K), c.qkv_bias, name='qkv')(x_DR).reshape(G, J + 2, K, B, T)
+    joint_GJKR = constrain(joint_GJKBT, ('kv_heads', None, None, 'batch', None)).reshape(G, J + 2, K, B * T)
+    q_GJKR, k_GKR = turned(joint_GJKR[:, :J], 'q_norm'), turned(joint_GJKR[:, J], 'k_norm')
+    q_BGJTK = q_GJKR.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
+    k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, joint_GJKR[:, J + 1]))
     out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
     out_DR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
-    return Linear(c.width, name='o')(out_DR), memory
+    return Linear((c.width,), name='o')(out_DR), memory
 
 
 class SwiGLU(nn.Module):
@@ -211,9 +213,8 @@ class SwiGLU(nn.Module):
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
-    gate_FR = Linear(self.ffn_width, name='gate')(x_DR)
-    up_FR = Linear(self.ffn_width, name='up')(x_DR)
-    return Linear(x_DR.shape[0], name='down')(nn.silu(gate_FR) * up_FR)
+    gate_FR, up_FR = Linear((2, self.ffn_width), name='gate_up')(x_DR)
+    return Linear((x_DR.shape[0],), name='down')(nn.silu(gate_FR) * up_FR)
 
 
 def routed(logits_ER: jax.Array, experts_per_token: int) -> jax.Array:
@@ -237,7 +238,7 @@ class Experts(nn.Module):
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     c = self.config
-    share_ER = routed(Linear(c.num_experts, name='router')(x_DR), c.experts_per_token)
+    share_ER = routed(Linear((c.num_experts,), name='router')(x_DR), c.experts_per_token)
     out_DR = jnp.zeros_like(x_DR)
     for index in range(c.num_experts):
       share_1R = share_ER[index : index + 1]

@@ -1,5 +1,6 @@
 """Named tensors of a file <-> our nested dict of parameters, by a table from `naming`."""
 
+import collections
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.sharding import param_sharding
-from eagle_jax.weights.naming import Table
+from eagle_jax.weights.naming import Entry, Table
 
 
 def parameter_dtype(dtype: Any) -> np.dtype:
@@ -51,6 +52,8 @@ def assemble(
   params: dict[str, Any] = {}
   faults: list[str] = []
   seen: set[str] = set()
+  parts_left = collections.Counter(entry.path for entry in table.entries.values())
+  begun: dict[tuple[str, ...], np.ndarray] = {}
   for name, array in tensors:
     if name in table.ignored:
       continue
@@ -61,10 +64,11 @@ def assemble(
       with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
         value = entry.to_ours(array).astype(entry.dtype or dtype, copy=False)
       if np.isfinite(value).all():
-        leaf = (
-          jnp.array(value) if mesh is None else jax.device_put(value, param_sharding(entry.path, value.shape, mesh))
-        )
-        _insert(params, entry.path, leaf)
+        value = _with_other_parts(value, entry, begun)
+        parts_left[entry.path] -= 1
+        if not parts_left[entry.path]:
+          _insert(params, entry.path, _placed(value, entry.path, mesh))
+          begun.pop(entry.path, None)
       else:
         fault = f'{name}: holds NaN or infinite values as {dtype.name}'
     if fault is not None:
@@ -93,6 +97,21 @@ def _fault(name: str, array: np.ndarray, table: Table, seen: set[str]) -> str | 
   return None
 
 
+def _with_other_parts(value: np.ndarray, entry: Entry, begun: dict[tuple[str, ...], np.ndarray]) -> np.ndarray:
+  """Our array, as far as its parts have come; `begun` keeps those that join several."""
+  if not entry.whole:
+    return value
+  if entry.path not in begun:
+    begun[entry.path] = np.zeros(entry.whole, value.dtype)
+  part = begun[entry.path][entry.part]
+  part[...] = value.reshape(part.shape)
+  return begun[entry.path]
+
+
+def _placed(value: np.ndarray, path: tuple[str, ...], mesh: Mesh | None) -> jax.Array:
+  return jnp.array(value) if mesh is None else jax.device_put(value, param_sharding(path, value.shape, mesh))
+
+
 def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: jax.Array) -> None:
   for key in path[:-1]:
     params = params.setdefault(key, {})
@@ -106,21 +125,19 @@ def flatten(params: dict[str, Any], table: Table) -> dict[str, np.ndarray]:
     ValueError: `params` lacks a leaf of the table, has one more, or one of another shape; all listed at once.
   """
   leaves = {_path_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-  by_path = {entry.path: (name, entry) for name, entry in table.entries.items()}
-  faults = [f'{"/".join(path)}: missing' for path in by_path if path not in leaves]
-  tensors = {}
+  shapes = {entry.path: entry.whole or entry.shape for entry in table.entries.values()}
+  faults = [f'{"/".join(path)}: missing' for path in shapes if path not in leaves]
   for path, leaf in leaves.items():
-    if path not in by_path:
+    if path not in shapes:
       faults.append(f'{"/".join(path)}: not expected')
-      continue
-    name, entry = by_path[path]
-    if tuple(leaf.shape) != entry.shape:
-      faults.append(f'{"/".join(path)}: shape {list(leaf.shape)}, {list(entry.shape)} needed')
-      continue
-    tensors[name] = entry.to_file(np.asarray(leaf))
+    elif tuple(leaf.shape) != shapes[path]:
+      faults.append(f'{"/".join(path)}: shape {list(leaf.shape)}, {list(shapes[path])} needed')
   if faults:
     raise ValueError('Parameters do not fit the config they are saved with:\n  ' + '\n  '.join(faults))
-  return tensors
+  return {
+    name: entry.to_file(np.asarray(leaves[entry.path])[entry.part].reshape(entry.shape))
+    for name, entry in table.entries.items()
+  }
 
 
 def _path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """Tables from the tensor names of other people's files to our parameter tree.
 
-Every linear weight of ours is stored [out, in]. A table lists each tensor a file must hold, and by name the extra
-ones it may hold; there is no other leniency (`load.assemble` raises on everything else).
+Every linear weight of ours is stored [out, in], and those that read one input are joined in one array. A table lists
+each tensor a file must hold, and by name the extra ones it may hold; there is no other leniency (`load.assemble` raises
+on everything else).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,7 +24,9 @@ class Entry:
   """Where one tensor of a file goes."""
 
   path: tuple[str, ...]  # in our nested dict
-  shape: tuple[int, ...]  # in the file and in our tree alike
+  shape: tuple[int, ...]  # in the file
+  whole: tuple[int, ...] = ()  # of our array, where that joins several tensors; () where it is this one
+  part: Any = ...  # the basic index, in our array, of what this tensor holds
   to_ours: Callable[[np.ndarray], np.ndarray] = _same  # keeps the shape
   to_file: Callable[[np.ndarray], np.ndarray] = _same  # its inverse
   dtype: type | None = None  # in our tree; None: the one that the loader is asked for
@@ -77,60 +81,64 @@ def _permuted(entry: Entry, num_heads: int) -> Entry:
   )
 
 
-def _swiglu(config: _LayerDims) -> dict[str, tuple[int, int]]:
-  """Projection -> weight shape of one feed-forward network."""
-  inward, outward = (config.ffn_width, config.width), (config.width, config.ffn_width)
-  return {'gate': inward, 'up': inward, 'down': outward}
+def _attention(config: _LayerDims, path: tuple[str, ...], in_width: int) -> dict[str, Entry]:
+  """Parameter -> place in the attention at `path`, which reads `in_width` numbers a row."""
+  num_groups, head_dim = config.num_kv_heads, config.head_dim
+  num_queries = config.num_heads // num_groups
+  joint = num_groups, num_queries + 2, head_dim
+  entries = {}
+  for name, part in {'q': np.s_[:, :num_queries], 'k': np.s_[:, num_queries], 'v': np.s_[:, num_queries + 1]}.items():
+    num_rows = (config.num_heads if name == 'q' else num_groups) * head_dim
+    entries[f'{name}.weight'] = Entry((*path, 'qkv', 'weight'), (num_rows, in_width), (*joint, in_width), part)
+    if config.qkv_bias:
+      entries[f'{name}.bias'] = Entry((*path, 'qkv', 'bias'), (num_rows,), joint, part)
+  return entries | {'o.weight': Entry((*path, 'o', 'weight'), (config.width, config.num_heads * head_dim))}
 
 
-def _projections(config: _LayerDims, in_width: int) -> dict[tuple[str, str], tuple[int, int]]:
-  """(block, projection) -> weight shape of one decoder layer, whose attention reads `in_width` numbers a row; routed
-  experts are not among them."""
-  q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-  shapes = {
-    ('attn', 'q'): (q_width, in_width),
-    ('attn', 'k'): (kv_width, in_width),
-    ('attn', 'v'): (kv_width, in_width),
-    ('attn', 'o'): (config.width, q_width),
-  }
-  return shapes if config.num_experts else shapes | {('mlp', part): shape for part, shape in _swiglu(config).items()}
+def _swiglu(config: _LayerDims, path: tuple[str, ...]) -> dict[str, Entry]:
+  """Parameter -> place in the feed-forward network at `path`."""
+  inward = config.ffn_width, config.width
+  joint = functools.partial(Entry, (*path, 'gate_up', 'weight'), inward, (2, *inward))
+  return {'gate.weight': joint(0), 'up.weight': joint(1), 'down.weight': Entry((*path, 'down', 'weight'), inward[::-1])}
 
 
 def _projection_entries(
   config: _LayerDims,
   layer: tuple[str, ...],
   block: str,
-  names: Mapping[tuple[str, str], str],
+  names: Mapping[str, str],
   in_width: int | None = None,
 ) -> dict[str, Entry]:
-  """`_projections` and the biases of queries, keys and values; `names` are those of a kind of file, below `block`."""
-  entries = {}
-  for place, shape in _projections(config, in_width or config.width).items():
-    name = f'{block}.{names[place]}'
-    entries[f'{name}.weight'] = Entry((*layer, *place, 'weight'), shape)
-    if config.qkv_bias and place in (('attn', 'q'), ('attn', 'k'), ('attn', 'v')):
-      entries[f'{name}.bias'] = Entry((*layer, *place, 'bias'), shape[:1])
-  return entries
+  """One decoder layer's projections, but for routed experts; `names` are those of a kind of file, below `block`."""
+  entries = _attention(config, (*layer, 'attn'), in_width or config.width)
+  if not config.num_experts:
+    entries |= _swiglu(config, (*layer, 'mlp'))
+  return {_renamed(name, block, names): entry for name, entry in entries.items()}
+
+
+def _renamed(name: str, block: str, names: Mapping[str, str]) -> str:
+  projection, _, leaf = name.partition('.')
+  return f'{block}.{names[projection]}.{leaf}'
 
 
 _GGUF_PROJECTIONS = {
-  ('attn', 'q'): 'attn_q',
-  ('attn', 'k'): 'attn_k',
-  ('attn', 'v'): 'attn_v',
-  ('attn', 'o'): 'attn_output',
-  ('mlp', 'gate'): 'ffn_gate',
-  ('mlp', 'up'): 'ffn_up',
-  ('mlp', 'down'): 'ffn_down',
+  'q': 'attn_q',
+  'k': 'attn_k',
+  'v': 'attn_v',
+  'o': 'attn_output',
+  'gate': 'ffn_gate',
+  'up': 'ffn_up',
+  'down': 'ffn_down',
 }
 
 _HF_PROJECTIONS = {
-  ('attn', 'q'): 'self_attn.q_proj',
-  ('attn', 'k'): 'self_attn.k_proj',
-  ('attn', 'v'): 'self_attn.v_proj',
-  ('attn', 'o'): 'self_attn.o_proj',
-  ('mlp', 'gate'): 'mlp.gate_proj',
-  ('mlp', 'up'): 'mlp.up_proj',
-  ('mlp', 'down'): 'mlp.down_proj',
+  'q': 'self_attn.q_proj',
+  'k': 'self_attn.k_proj',
+  'v': 'self_attn.v_proj',
+  'o': 'self_attn.o_proj',
+  'gate': 'mlp.gate_proj',
+  'up': 'mlp.up_proj',
+  'down': 'mlp.down_proj',
 }
 _HF_EXPERT = {'gate': 'w1', 'up': 'w3', 'down': 'w2'}
 
@@ -179,9 +187,8 @@ def _expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, E
   """The router and the experts of one layer, under Mixtral's names."""
   entries = {f'{block}.gate.weight': Entry((layer, 'mlp', 'router', 'weight'), (config.num_experts, config.width))}
   for index in range(config.num_experts):
-    for part, shape in _swiglu(config).items():
-      path = layer, 'mlp', f'expert_{index}', part, 'weight'
-      entries[f'{block}.experts.{index}.{_HF_EXPERT[part]}.weight'] = Entry(path, shape)
+    expert = _swiglu(config, (layer, 'mlp', f'expert_{index}'))
+    entries |= {_renamed(name, f'{block}.experts.{index}', _HF_EXPERT): entry for name, entry in expert.items()}
   return entries
 
 
@@ -253,7 +260,8 @@ def _eagle3_table(config: Eagle3Config) -> Table:
 def _draft_vocabulary(config: DrafterConfig | Eagle3Config) -> dict[str, Entry]:
   if config.draft_vocab_size is None:
     return {}
-  return {'d2t': Entry(('ids',), (config.draft_vocab_size,), _ids_of_offsets, _offsets_of_ids, np.int32)}
+  shape = (config.draft_vocab_size,)
+  return {'d2t': Entry(('ids',), shape, to_ours=_ids_of_offsets, to_file=_offsets_of_ids, dtype=np.int32)}
 
 
 def _ids_of_offsets(d2t_U: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ from torch_training import TorchHead, random_case, torch_loss
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.train.step import Objective, Recipe, loss_and_metrics
+from eagle_jax.weights.load import flatten
+from eagle_jax.weights.naming import drafter_table
 
 pytestmark = pytest.mark.parity
 CONFIG = DrafterConfig(vocab_size=41, width=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=24)
@@ -29,6 +31,6 @@ def test_loss_and_gradients_equal_pytorch(objective):
   theirs = torch_loss(head, frozen, packed, objective)
   theirs.backward()
   np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=1e-5)
-  np.testing.assert_allclose(gradient['fc']['weight'], head.fc.grad.numpy(), rtol=1e-3, atol=1e-5)
-  np.testing.assert_allclose(gradient['layer']['attn']['k']['weight'], head.k.grad.numpy(), rtol=1e-3, atol=1e-5)
-  np.testing.assert_allclose(gradient['layer']['mlp']['down']['weight'], head.down.grad.numpy(), rtol=1e-3, atol=1e-5)
+  gradient = flatten(gradient, drafter_table(CONFIG))
+  for name, weight in (('fc', head.fc), ('layers.0.self_attn.k_proj', head.k), ('layers.0.mlp.up_proj', head.up)):
+    np.testing.assert_allclose(gradient[f'{name}.weight'], weight.grad.numpy(), rtol=1e-3, atol=1e-5)

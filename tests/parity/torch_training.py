@@ -17,27 +17,27 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import begin
 from eagle_jax.train.step import Frozen, Objective, Recipe, train_step
+from eagle_jax.weights.load import flatten
+from eagle_jax.weights.naming import drafter_table
 
 
 class TorchHead(torch.nn.Module):
-  """fc and one Llama layer without its first norm, weights [out, in] taken from ours; rows are [L, D]."""
+  """fc and one Llama layer without its first norm, weights [out, in] as ours are saved; rows are [L, D]."""
 
   def __init__(self, params, config: DrafterConfig):
     super().__init__()
     self.config = config
+    saved = flatten(params, drafter_table(config))
 
-    def weight(*path):
-      leaf = params
-      for name in path:
-        leaf = leaf[name]
-      return torch.nn.Parameter(torch.from_numpy(np.array(leaf)))
+    def weight(name):
+      return torch.nn.Parameter(torch.from_numpy(np.array(saved[f'{name}.weight'])))
 
-    self.fc = weight('fc', 'weight')
+    self.fc = weight('fc')
     for name in 'qkvo':
-      setattr(self, name, weight('layer', 'attn', name, 'weight'))
+      setattr(self, name, weight(f'layers.0.self_attn.{name}_proj'))
     for name in ('gate', 'up', 'down'):
-      setattr(self, name, weight('layer', 'mlp', name, 'weight'))
-    self.norm = weight('layer', 'mlp_norm', 'scale')
+      setattr(self, name, weight(f'layers.0.mlp.{name}_proj'))
+    self.norm = weight('layers.0.post_attention_layernorm')
 
   def rotate(self, x_HLK, position_L):
     half = self.config.head_dim // 2
