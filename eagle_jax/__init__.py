@@ -5,6 +5,7 @@ Names carry shapes; one letter is one dimension, everywhere:
     B batch rows       L tokens in this call    S cache slots     T tree nodes, root included
     W frontier width   C children per node      A candidates before rerank     P path slots, max_depth + 1
     D model width      H query heads   G kv heads   J query heads a kv head   K head dim   F ffn width
+    Q a kv head's queries, its key, its value (J + 2)
     V target vocab     U draft vocab   R rows of work (B x T, one column each)   N new tokens
     M new rows beside the cache        Z sizes of a target pass     d depths      E experts
     X, Y values measured at            n, 1 any number, one

@@ -56,8 +56,8 @@ class Checked(NamedTuple):
 def num_rows(num_nodes: int, batch: int, *, min_rows: int = 1) -> int:
   """Rows that a target pass over trees of `num_nodes` has for each: as many, or a few unused ones more.
 
-  Matrix products are made in tiles, and a tile that is not full costs more than a full one: on two CPU cores 12 rows
-  through SmolLM2's projections take 52 ms, 16 rows 37 ms; 6 and 8 rows, 38 and 30 ms.
+  Matrix products are made in tiles, and a tile that is not full costs more than a full one: on two CPU cores, in a
+  slow hour, 12 rows through SmolLM2's projections take 52 ms and 16 rows 37; 6 and 8 rows, 38 and 30 ms.
   """
   flat = max(batch * num_nodes, min_rows)
   tiled = 1 << (flat - 1).bit_length() if flat <= 16 else -(-flat // 16) * 16

@@ -1,7 +1,7 @@
 """Which mesh axis holds what: logical axes of every array in one table, and one table of rules from them to the mesh.
 
-Nothing else names a mesh axis. A mesh has up to two: 'data' splits batch rows, 'model' splits heads, the
-feed-forward width and the vocabulary (Megatron-LM, arXiv:1909.08053).
+Nothing else names a mesh axis. A mesh has up to two: 'data' splits batch rows, 'model' splits heads (or each of them,
+where they are too few), the feed-forward width and the vocabulary (Megatron-LM, arXiv:1909.08053).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('qkv', 'weight'): ('kv_heads', None, 'head_dim', 'width'),
   ('qkv', 'bias'): ('kv_heads', None, 'head_dim'),
   ('o', 'weight'): ('width', 'heads'),
-  ('gate_up', 'weight'): (None, 'ffn', 'width'),  # of each expert too: all devices share every one, so none waits
+  ('gate_up', 'weight'): (None, 'ffn', 'width'),  # of each expert too: all share every one, so no device waits
   ('down', 'weight'): ('width', 'ffn'),
   ('fc', 'weight'): ('fc_out', 'width'),
 }

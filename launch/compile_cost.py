@@ -8,6 +8,7 @@ Needs libtpu (extra: tpu). Bytes, FLOPs and times are of one device.
 import json
 
 import entry
+import jax
 from absl import flags
 from jax.experimental import topologies
 
@@ -24,6 +25,7 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 
 
 def main(_):
+  jax.config.update('jax_enable_compilation_cache', False)  # programs for a described device cannot be read back
   devices = topologies.get_topology_desc(platform='tpu', topology_name=FLAGS.topology).devices
   configs = shapes.configs(FLAGS.shape, draft_vocab_size=FLAGS.draft_vocab_size)
   mesh = make_mesh(devices[: FLAGS.num_devices], num_model=FLAGS.num_devices)

@@ -5,7 +5,9 @@ Prints one JSON object: what every case gave, and where the arrays lie.
 
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -67,8 +69,8 @@ def write_models(folder: Path) -> tuple[Path, Path, Path]:
   return folder / 'target', folder / 'drafter', folder / 'eagle3'
 
 
-def logits(switches, mesh) -> np.ndarray:
-  """[V, B, L] of a random target of a family, every parameter of it random."""
+def logits(switches, mesh) -> tuple[np.ndarray, int]:
+  """[V, B, L] of a random target of a family, all parameters random; the length of the longest sum over devices."""
   network = TransformerTarget(dataclasses.replace(TARGET, **switches))
   leaves, tree = jax.tree.flatten(network.init_params(jax.random.key(0)))
   keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -78,13 +80,17 @@ def logits(switches, mesh) -> np.ndarray:
     assert params['layer_0']['attn']['qkv']['weight'].sharding.mesh == mesh
   token_BL = np.random.default_rng(0).integers(0, TARGET.vocab_size, (max(BATCHES), 12), dtype=np.int32)
   with using(mesh):
-    return np.asarray(jax.jit(lambda params: network.logits(params, network.read(params, token_BL)))(params))
+    program = jax.jit(lambda params: network.logits(params, network.read(params, token_BL))).lower(params).compile()
+  sums = re.findall(r'= (.*) all-reduce', program.as_text())
+  sizes = [math.prod(map(int, dims.split(','))) for shapes in sums for dims in re.findall(r'\[([\d,]+)\]', shapes)]
+  return np.asarray(program(params)), max(sizes, default=0)
 
 
-def error(switches, mesh) -> float:
-  """Of the logits on a mesh, relative to the largest of them."""
-  expected = logits(switches, None)
-  return float(abs(logits(switches, mesh) - expected).max() / abs(expected).max())
+def compared(switches, mesh) -> tuple[float, int]:
+  """Error of the logits on a mesh, relative to the largest of them, and the longest sum."""
+  expected_VBL, _ = logits(switches, None)
+  found_VBL, longest = logits(switches, mesh)
+  return float(abs(found_VBL - expected_VBL).max() / abs(expected_VBL).max()), longest
 
 
 def layout(state) -> dict[str, list[int]]:
@@ -111,7 +117,7 @@ def main() -> None:
     for mesh_name, sizes in MESHES.items():
       mesh = None if sizes is None else make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
       if mesh is not None:
-        families[mesh_name] = {name: error(switches, mesh) for name, switches in FAMILIES.items()}
+        families[mesh_name] = {name: compared(switches, mesh) for name, switches in FAMILIES.items()}
       target = hub.load_target(target_folder, mesh=mesh)
       drafter = hub.load_drafter(drafter_folder, target)
       assert mesh_of(target.params) == mesh_of(drafter.params) == mesh

@@ -32,9 +32,9 @@ def target():
   params = tiny.target(config).params
   embed_VD = params['embed']['weight']
   embed_VD /= jnp.sqrt(jnp.square(embed_VD).mean(axis=1, keepdims=True))
-  joint_GJKD, o_DH = (params['layer_0']['attn'][name]['weight'] for name in ('qkv', 'o'))
-  sharper_GJKD = 3.0 * joint_GJKD.at[:, -1].multiply(0.5)  # attention looks somewhere, and what it sees counts
-  attn = {'qkv': {'weight': sharper_GJKD}, 'o': {'weight': 1.5 * o_DH}}
+  qkv_GQKD, o_DH = (params['layer_0']['attn'][name]['weight'] for name in ('qkv', 'o'))
+  sharper_GQKD = 3.0 * qkv_GQKD.at[:, -1].multiply(0.5)  # attention looks somewhere, and what it sees counts
+  attn = {'qkv': {'weight': sharper_GQKD}, 'o': {'weight': 1.5 * o_DH}}
   head = {'weight': 40 * params['head']['weight']}  # confident, or dynamic trees would be flat
   return Target(
     config, {**params, 'head': head, 'embed': {'weight': embed_VD}, 'layer_0': {**params['layer_0'], 'attn': attn}}

@@ -41,6 +41,8 @@ class FourByTwo:
     (('batch', 'kv_heads', None, None), (8, 2, 100, 8), ('data', 'model', None, None)),
     (('batch', 'kv_heads', None, None), (1, 2, 100, 8), (None, 'model', None, None)),  # one row: on every device
     (('batch', 'kv_heads', None, None), (8, 1, 100, 8), ('data', None, None, None)),
+    (('kv_heads', None, 'head_dim', 'width'), (2, 4, 8, 32), ('model', None, None, None)),
+    (('kv_heads', None, 'head_dim', 'width'), (1, 4, 8, 32), (None, None, 'model', None)),  # too few heads to split
     (('vocab', 'width'), (15, 32), (None, None)),
     ((), (), ()),
   ],
@@ -143,8 +145,11 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
 @pytest.mark.parametrize('mesh', MESHES)
 @pytest.mark.parametrize('family', ['biased', 'grouped', 'routed'])
 def test_families_are_sharded_alike(on_meshes, family, mesh):
-  """Relative error of the logits: biases and expert weights are split as the rules say, sums go over all shares."""
-  assert on_meshes['families'][mesh][family] < 1e-5
+  """Biases and expert weights are split as the rules say, sums go over all shares: of activations, never of scores."""
+  error, longest_sum = on_meshes['families'][mesh][family]
+  assert error < 1e-5
+  num_rows = 8 * 12 // (1 if mesh == '1x4' else int(mesh[0]))
+  assert longest_sum == (0 if mesh == '8x1' else 32 * num_rows)
 
 
 @pytest.mark.slow

@@ -102,10 +102,10 @@ def test_gguf_round_trip_turns_q_and_k_back(tmp_path, table):
   tensors['blk.1.attn_q.weight'] = row_ids
   file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors))
   params = assemble(file.tensors(), table, jnp.float32)
-  joint_GJKD = params['layer_1']['attn']['qkv']['weight']
-  q_rows = joint_GJKD[:, :-2].reshape(32, 32)[:, 0]
+  qkv_GQKD = params['layer_1']['attn']['qkv']['weight']
+  q_rows = qkv_GQKD[:, :-2].reshape(32, 32)[:, 0]
   np.testing.assert_array_equal(q_rows[:16], [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15])
-  np.testing.assert_array_equal(joint_GJKD[:, -1].reshape(16, 32), tensors['blk.1.attn_v.weight'])
+  np.testing.assert_array_equal(qkv_GQKD[:, -1].reshape(16, 32), tensors['blk.1.attn_v.weight'])
   back = flatten(params, table)
   assert back.keys() == tensors.keys()
   for name, array in tensors.items():

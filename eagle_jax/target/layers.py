@@ -196,11 +196,11 @@ class Attention(nn.Module):
 
     # A key-value head's J queries, its key and its value stand together: a mesh splits them by heads. Where it has to
     # split the weights of each head instead, their outputs meet here, not as scores.
-    joint_GJKBT = Linear((G, J + 2, K), c.qkv_bias, name='qkv')(x_DR).reshape(G, J + 2, K, B, T)
-    joint_GJKR = constrain(joint_GJKBT, ('kv_heads', None, None, 'batch', None)).reshape(G, J + 2, K, B * T)
-    q_GJKR, k_GKR = turned(joint_GJKR[:, :J], 'q_norm'), turned(joint_GJKR[:, J], 'k_norm')
+    qkv_GQKBT = Linear((G, J + 2, K), c.qkv_bias, name='qkv')(x_DR).reshape(G, J + 2, K, B, T)
+    qkv_GQKR = constrain(qkv_GQKBT, ('kv_heads', None, None, 'batch', None)).reshape(G, J + 2, K, B * T)
+    q_GJKR, k_GKR = turned(qkv_GQKR[:, :J], 'q_norm'), turned(qkv_GQKR[:, J], 'k_norm')
     q_BGJTK = q_GJKR.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
-    k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, joint_GJKR[:, J + 1]))
+    k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, qkv_GQKR[:, J + 1]))
     out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
     out_DR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
     return Linear((c.width,), name='o')(out_DR), memory

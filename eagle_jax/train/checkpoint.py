@@ -78,8 +78,8 @@ class Checkpoints:
       return self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
     except (ValueError, KeyError, TypeError) as error:
       raise ValueError(
-        f'Checkpoint {step} in {self._manager.directory} is of another drafter or optimizer: {error}. '
-        'Resume with the configuration that the run began with, or choose another --out.'
+        f'Checkpoint {step} in {self._manager.directory} is of another drafter or optimizer, or of '
+        f'another version of the code: {error}. Resume with what the run began with, or choose another --out.'
       ) from error
 
 

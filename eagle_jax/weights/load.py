@@ -98,11 +98,11 @@ def _fault(name: str, array: np.ndarray, table: Table, seen: set[str]) -> str | 
 
 
 def _with_other_parts(value: np.ndarray, entry: Entry, begun: dict[tuple[str, ...], np.ndarray]) -> np.ndarray:
-  """Our array, as far as its parts have come; `begun` keeps those that join several."""
-  if not entry.whole:
+  """Our array, as far as its parts have come; `begun` keeps those that join several, and `value` goes there."""
+  if not entry.joint_shape:
     return value
   if entry.path not in begun:
-    begun[entry.path] = np.zeros(entry.whole, value.dtype)
+    begun[entry.path] = np.zeros(entry.joint_shape, value.dtype)
   part = begun[entry.path][entry.part]
   part[...] = value.reshape(part.shape)
   return begun[entry.path]
@@ -125,7 +125,7 @@ def flatten(params: dict[str, Any], table: Table) -> dict[str, np.ndarray]:
     ValueError: `params` lacks a leaf of the table, has one more, or one of another shape; all listed at once.
   """
   leaves = {_path_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-  shapes = {entry.path: entry.whole or entry.shape for entry in table.entries.values()}
+  shapes = {entry.path: entry.joint_shape or entry.shape for entry in table.entries.values()}
   faults = [f'{"/".join(path)}: missing' for path in shapes if path not in leaves]
   for path, leaf in leaves.items():
     if path not in shapes:

@@ -1,8 +1,8 @@
 """Tables from the tensor names of other people's files to our parameter tree.
 
-Every linear weight of ours is stored [out, in], and those that read one input are joined in one array. A table lists
-each tensor a file must hold, and by name the extra ones it may hold; there is no other leniency (`load.assemble` raises
-on everything else).
+Every linear weight of ours is stored [out, in]; queries, keys and values are joined in one array, and gate and up. A
+table lists each tensor a file must hold, and by name the extra ones it may hold; there is no other leniency
+(`load.assemble` raises on everything else).
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Entry:
 
   path: tuple[str, ...]  # in our nested dict
   shape: tuple[int, ...]  # in the file
-  whole: tuple[int, ...] = ()  # of our array, where that joins several tensors; () where it is this one
-  part: Any = ...  # the basic index, in our array, of what this tensor holds
+  joint_shape: tuple[int, ...] = ()  # of our array, where that joins several tensors; () where it is this one
+  part: Any = ...  # a basic index: this tensor's place in our array
   to_ours: Callable[[np.ndarray], np.ndarray] = _same  # keeps the shape
   to_file: Callable[[np.ndarray], np.ndarray] = _same  # its inverse
   dtype: type | None = None  # in our tree; None: the one that the loader is asked for
@@ -83,16 +83,20 @@ def _permuted(entry: Entry, num_heads: int) -> Entry:
 
 def _attention(config: _LayerDims, path: tuple[str, ...], in_width: int) -> dict[str, Entry]:
   """Parameter -> place in the attention at `path`, which reads `in_width` numbers a row."""
-  num_groups, head_dim = config.num_kv_heads, config.head_dim
-  num_queries = config.num_heads // num_groups
-  joint = num_groups, num_queries + 2, head_dim
-  entries = {}
-  for name, part in {'q': np.s_[:, :num_queries], 'k': np.s_[:, num_queries], 'v': np.s_[:, num_queries + 1]}.items():
-    num_rows = (config.num_heads if name == 'q' else num_groups) * head_dim
-    entries[f'{name}.weight'] = Entry((*path, 'qkv', 'weight'), (num_rows, in_width), (*joint, in_width), part)
+  num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+  queries = num_heads // num_kv_heads  # of a key-value head; its key and its value stand behind them
+  joint = num_kv_heads, queries + 2, head_dim
+  entries = {'o.weight': Entry((*path, 'o', 'weight'), (config.width, num_heads * head_dim))}
+  for name, heads, part in (
+    ('q', num_heads, np.s_[:, :queries]),
+    ('k', num_kv_heads, np.s_[:, queries]),
+    ('v', num_kv_heads, np.s_[:, queries + 1]),
+  ):
+    rows = heads * head_dim
+    entries[f'{name}.weight'] = Entry((*path, 'qkv', 'weight'), (rows, in_width), (*joint, in_width), part)
     if config.qkv_bias:
-      entries[f'{name}.bias'] = Entry((*path, 'qkv', 'bias'), (num_rows,), joint, part)
-  return entries | {'o.weight': Entry((*path, 'o', 'weight'), (config.width, config.num_heads * head_dim))}
+      entries[f'{name}.bias'] = Entry((*path, 'qkv', 'bias'), (rows,), joint, part)
+  return entries
 
 
 def _swiglu(config: _LayerDims, path: tuple[str, ...]) -> dict[str, Entry]:

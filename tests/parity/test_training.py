@@ -32,5 +32,7 @@ def test_loss_and_gradients_equal_pytorch(objective):
   theirs.backward()
   np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=1e-5)
   gradient = flatten(gradient, drafter_table(CONFIG))
-  for name, weight in (('fc', head.fc), ('layers.0.self_attn.k_proj', head.k), ('layers.0.mlp.up_proj', head.up)):
+  attention = {f'layers.0.self_attn.{name}_proj': getattr(head, name) for name in 'qkvo'}
+  mlp = {f'layers.0.mlp.{name}_proj': getattr(head, name) for name in ('gate', 'up', 'down')}
+  for name, weight in {'fc': head.fc, **attention, **mlp}.items():
     np.testing.assert_allclose(gradient[f'{name}.weight'], weight.grad.numpy(), rtol=1e-3, atol=1e-5)
