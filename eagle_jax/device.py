@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +30,15 @@ def ran_on() -> dict[str, Any]:
 def _num_cores() -> int | None:
   """That this process may use; of the whole machine where the system does not say, as on macOS."""
   return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
+
+def cpu_features() -> str:
+  """The instruction sets of the CPU, as Linux names them; '' elsewhere."""
+  try:
+    lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
+  except OSError:
+    return ''
+  return next((line for line in lines if line.startswith(('flags', 'Features'))), '')
 
 
 @functools.cache

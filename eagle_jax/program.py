@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from eagle_jax import stored
+
 MAX_PROGRAMS = 16  # that one function keeps
 
 log = logging.getLogger('eagle_jax')
@@ -41,9 +43,15 @@ class Program:
     if key in self._compiled:
       self._compiled.move_to_end(key)
       return self._compiled[key], 0.0
-    log.info('compiling %s ...', self._jitted.__name__)
+    name = self._jitted.__name__
     start = time.perf_counter()
-    compiled = self._jitted.lower(*args, **static).compile()
+    place = stored.place(name, leaves, static, key)
+    compiled = place.read() if place else None
+    if compiled is None:
+      log.info('compiling %s ...', name)
+      compiled = self._jitted.lower(*args, **static).compile()
+      if place:
+        place.write(compiled)
     seconds = time.perf_counter() - start
     self._compiled[key] = compiled
     self._forget(len(self._compiled) - MAX_PROGRAMS)

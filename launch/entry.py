@@ -6,11 +6,15 @@ import sys
 import jax
 from absl import app
 
+import eagle_jax
 from eagle_jax.weights.fetch import cache_folder
 
 
-def run(main):
-  """absl's `app.run`, with a compile cache that lasts, and bad input as one line and exit code 2."""
+def run(main, *, starts_often: bool = False):
+  """absl's `app.run`, with a compile cache that lasts, and bad input as one line and exit code 2.
+
+  One that `starts_often` finds its few programs without tracing them.
+  """
 
   def checked(argv):
     log = logging.getLogger('eagle_jax')  # says when something is compiled
@@ -18,7 +22,10 @@ def run(main):
     log.propagate = False
     log.addHandler(logging.StreamHandler(sys.stderr))
     logging.getLogger('jax').setLevel(logging.WARNING)  # which backends it looked for is no news
-    jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
+    if starts_often:
+      eagle_jax.keep_programs(cache_folder() / 'programs')
+    else:
+      jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
     try:
       main(argv)
     except ValueError as error:

@@ -49,4 +49,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-  entry.run(main)
+  entry.run(main, starts_often=True)

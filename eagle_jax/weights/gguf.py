@@ -71,18 +71,33 @@ def _import_gguf():
   return gguf
 
 
+def _open(path: Path):
+  """The package's reader, which cuts a vocabulary into 150,000 slices: of an array, three times as fast as of a map."""
+  gguf: Any = _import_gguf()
+
+  class Reader(gguf.GGUFReader):
+    @property
+    def data(self):
+      return self._array
+
+    @data.setter
+    def data(self, mapped: np.memmap):
+      self._array = np.asarray(mapped)  # the same memory
+
+  return Reader(path)
+
+
 def read_gguf(path: str | Path) -> GGUFFile:
   """Opens a GGUF file and reads its metadata; tensor data stays on disk until asked for.
 
   Raises:
     ValueError: no such file, not GGUF, truncated, or corrupt.
   """
-  gguf = _import_gguf()
   path = Path(path)
   if not path.is_file():
     raise ValueError(f'No GGUF file at {path}: give the path of an existing .gguf file.')
   try:
-    reader = gguf.GGUFReader(path)
+    reader = _open(path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
   except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
     raise ValueError(

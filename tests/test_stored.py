@@ -1,0 +1,156 @@
+"""Programs on disk: what is found runs as what was compiled, and nothing else is found."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import decode, keep_programs, stored
+from eagle_jax.draft.policy import Chain
+from eagle_jax.program import Program
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """Where programs are kept, whatever is set outside."""
+  before = jax.config.values['jax_compilation_cache_dir']
+  jax.config.update('jax_compilation_cache_dir', None)
+  keep_programs(tmp_path / 'programs')
+  yield tmp_path / 'programs'
+  keep_programs(None)
+  jax.config.update('jax_compilation_cache_dir', before)
+
+
+def was_found(x, *, factor=2):
+  """Whether a process that starts now finds the program that multiplies; it runs as it should anyway."""
+  traced = []
+
+  def multiply(tree, *, factor):
+    traced.append(factor)
+    return jax.tree.map(lambda x: factor * x, tree)
+
+  run, seconds = Program(jax.jit(multiply, static_argnames='factor', donate_argnums=0)).compile({'x': x}, factor=factor)
+  assert seconds > 0
+  donated = jnp.copy(x)
+  np.testing.assert_array_equal(run({'x': donated})['x'], factor * x)
+  assert donated.is_deleted()
+  return not traced
+
+
+def test_a_program_is_found_by_its_arguments(folder):
+  one, two = jnp.ones(3), jnp.ones((2, 3))
+  assert [was_found(one), was_found(one)] == [False, True]
+  assert [was_found(two), was_found(two)] == [False, True]
+  assert [was_found(one, factor=3), was_found(one, factor=3)] == [False, True]
+  assert [was_found(one.astype(jnp.int32)), was_found(one)] == [False, True]
+  assert len(list(folder.iterdir())) == 4
+
+
+def changed_sources(monkeypatch):
+  monkeypatch.setattr(stored, '_SOURCES', 'others')
+
+
+def changed_setting(monkeypatch):
+  values = jax.config.values | {'jax_default_matmul_precision': 'float32'}
+  monkeypatch.setattr(type(jax.config), 'values', values)
+
+
+def changed_flag(monkeypatch):
+  monkeypatch.setenv('LIBTPU_INIT_ARGS', '--of_no_account')
+
+
+def changed_machine(monkeypatch):
+  monkeypatch.setattr(stored, 'cpu_features', lambda: 'flags: fewer')
+
+
+@pytest.mark.parametrize('change', [changed_sources, changed_setting, changed_flag, changed_machine])
+def test_a_program_of_another_origin_is_replaced(folder, change, monkeypatch):
+  x = jnp.ones(3)
+  was_found(x)
+  with monkeypatch.context() as context:
+    change(context)
+    assert [was_found(x), was_found(x)] == [False, True]
+  assert not was_found(x)
+  assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize('damage', [lambda data: data[:5000], lambda data: b'text', lambda data: b''])
+def test_a_damaged_file_is_replaced(folder, damage, caplog):
+  x = jnp.ones(3)
+  was_found(x)
+  (path,) = folder.iterdir()
+  path.write_bytes(damage(path.read_bytes()))
+  assert [was_found(x), was_found(x)] == [False, True]
+  assert caplog.text.count('holds no program') == 1
+
+
+def test_what_cannot_be_kept_runs(folder, caplog):
+  folder.write_text('a file where the folder should be')
+  assert not was_found(jnp.ones(3))
+  assert caplog.text.count('is not kept') == 1
+
+
+class LongerChain(Chain):
+  """What it does is no business of ours, and may be another thing tomorrow."""
+
+
+def test_what_is_not_kept(folder):
+  leaf = jnp.zeros(1)
+  assert stored.place('f', [leaf], {'n': 1}, ()) is not None
+  _, spec = decode.build(tiny.target(), tiny.drafter(), policy=LongerChain(3))
+  assert stored.place('f', [leaf], {'spec': spec}, ()) is None
+  assert stored.place('f', [leaf], {'spec': dataclasses.replace(spec, policy=Chain(3))}, ()) is not None
+  elsewhere = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set={0, 1}))
+  assert stored.place('f', [leaf, elsewhere], {}, ()) is None
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  assert stored.place('f', [leaf], {'n': 1}, ()) is None
+  jax.config.update('jax_compilation_cache_dir', None)
+  keep_programs(None)
+  assert stored.place('f', [leaf], {'n': 1}, ()) is None
+
+
+NAMES = 'run_prefill', 'decode_loop', 'decode_step'
+ONE_TEXT = """
+import json, logging, sys
+import tiny
+from eagle_jax import Chain, decode, keep_programs
+
+logging.basicConfig(level=logging.INFO)
+keep_programs(sys.argv[1])
+how = {'policy': Chain(3, lookup=True), 'max_new_tokens': 40, 'temperature': float(sys.argv[2])}
+out = decode.generate(tiny.target(), tiny.drafter(), [[1, 2, 3]], **how)
+stream = decode.stream(tiny.target(), tiny.drafter(), [1, 2, 3], **how)
+print(json.dumps([out.tokens, [[token for chunk in stream for token in chunk.tokens]], stream.stats['tau']]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_finds_what_another_compiled(tmp_path):
+  """Draft, target pass and commit, with a donated state; without the flags of this suite, for XLA:CPU cannot write
+  unoptimised sorts."""
+
+  def run(temperature):
+    environment = os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(Path(__file__).parent)}
+    command = [sys.executable, '-c', ONE_TEXT, str(tmp_path), str(temperature)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
+    return json.loads(done.stdout), done.stderr
+
+  (tokens, streamed, tau), log = run(0)
+  assert [log.count(f'{verb} {name}') for verb in ('compiling', 'reading') for name in NAMES] == [1, 1, 1, 0, 0, 0]
+  assert tokens == streamed == decode.generate(tiny.target(), None, [[1, 2, 3]], max_new_tokens=40).tokens
+  found, log = run(0)
+  assert [log.count(f'{verb} {name}') for verb in ('compiling', 'reading') for name in NAMES] == [0, 0, 0, 1, 1, 1]
+  assert found == [tokens, streamed, tau]
+  (sampled, streamed, _), log = run(1)
+  assert 'compiling' not in log
+  assert sampled == streamed
+  assert sampled == decode.generate(tiny.target(), None, [[1, 2, 3]], max_new_tokens=40, temperature=1.0).tokens
