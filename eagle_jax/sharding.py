@@ -5,7 +5,7 @@ where they are too few), the feed-forward width and the vocabulary (Megatron-LM,
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,30 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
   """Inside a jit under `jax.set_mesh`, keeps an array on its mesh axes; without a mesh, does nothing."""
   mesh = jax.sharding.get_abstract_mesh()
   return x if mesh.empty else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def on_each_device(
+  run: Callable[..., jax.Array],
+  arrays: Sequence[jax.Array],
+  axes: Sequence[Sequence[str | None]],
+  out: Sequence[str | None],
+) -> jax.Array:
+  """A function of each device's own part, for what the compiler cannot split: kernels. Without a mesh, of the whole.
+
+  Args:
+    run: arrays -> an array of the first one's shape.
+    arrays: what it takes.
+    axes: logical axes of each.
+    out: of the result.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return run(*arrays)
+  specs = tuple(partition(names, x.shape, mesh) for names, x in zip(axes, arrays, strict=True))
+  split = jax.shard_map(
+    run, mesh=mesh, in_specs=specs, out_specs=partition(out, arrays[0].shape, mesh), check_vma=False
+  )
+  return split(*arrays)
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

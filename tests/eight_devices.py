@@ -4,6 +4,7 @@ Prints one JSON object: what every case gave, and where the arrays lie.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -11,11 +12,14 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from eagle_jax import decode, hub
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
@@ -23,7 +27,9 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.policy import Chain, DynamicTree
-from eagle_jax.sharding import make_mesh, mesh_of, param_shardings, using
+from eagle_jax.sharding import CACHE_AXES, make_mesh, mesh_of, param_shardings, partition, using
+from eagle_jax.target import attention_tpu
+from eagle_jax.target.layers import OverCache
 from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import flatten
@@ -93,6 +99,28 @@ def compared(switches, mesh) -> tuple[float, int]:
   return float(abs(found_VBL - expected_VBL).max() / abs(expected_VBL).max()), longest
 
 
+def kernel(mesh) -> tuple[float, int]:
+  """Error of the attention that TPUs run, interpreted, each device with its own heads; how often devices exchange."""
+  rng = np.random.default_rng(0)
+  given = [rng.standard_normal((8, 4, *rows, 8), np.float32) for rows in ((2, 3), (3,), (3,), (16,), (16,))]
+  mask_BTM = np.broadcast_to(np.tri(3, dtype=bool), (8, 3, 3))
+
+  def attend(q, k, v, keys, values, *, kind):
+    return getattr(OverCache(keys, values, jnp.arange(8), jnp.asarray(mask_BTM)), kind)(q, k, v)
+
+  placed = [
+    jax.device_put(x, NamedSharding(mesh, partition((*CACHE_AXES[:2], *(None,) * (x.ndim - 2)), x.shape, mesh)))
+    for x in given
+  ]
+  interpreted = functools.partial(attention_tpu.attend, interpret=True)
+  with using(mesh), mock.patch.object(attention_tpu, 'attend', interpreted):
+    program = jax.jit(functools.partial(attend, kind='attend_on_tpu')).lower(*placed).compile()
+  found, expected = program(*placed), attend(*map(jnp.asarray, given), kind='attend')
+  assert found.sharding.shard_shape(found.shape) == placed[0].sharding.shard_shape(found.shape)
+  exchanges = re.findall(r' (all-gather|all-reduce|all-to-all|collective-permute)\(', program.as_text())
+  return float(abs(np.asarray(found) - expected).max()), len(exchanges)
+
+
 def layout(state) -> dict[str, list[int]]:
   """Shape of each array's share, by name; scalars left out."""
   leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -111,13 +139,14 @@ def layouts(target, drafter, prompts) -> list[dict[str, list[int]]]:
 def main() -> None:
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
-  cases, places, streams, moves, families = {}, {}, {}, {}, {}
+  cases, places, streams, moves, families, kernels = {}, {}, {}, {}, {}, {}
   with tempfile.TemporaryDirectory() as folder:
     target_folder, drafter_folder, eagle3_folder = write_models(Path(folder))
     for mesh_name, sizes in MESHES.items():
       mesh = None if sizes is None else make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
       if mesh is not None:
         families[mesh_name] = {name: compared(switches, mesh) for name, switches in FAMILIES.items()}
+        kernels[mesh_name] = kernel(mesh)
       target = hub.load_target(target_folder, mesh=mesh)
       drafter = hub.load_drafter(drafter_folder, target)
       assert mesh_of(target.params) == mesh_of(drafter.params) == mesh
@@ -142,7 +171,8 @@ def main() -> None:
       if mesh is not None:
         with jax.set_mesh(mesh):
           moves[mesh_name] = layouts(target, drafter, prompts)
-  json.dump({'cases': cases, 'places': places, 'streams': streams, 'layouts': moves, 'families': families}, sys.stdout)
+  found = {'cases': cases, 'places': places, 'streams': streams, 'layouts': moves}
+  json.dump(found | {'families': families, 'kernels': kernels}, sys.stdout)
 
 
 if __name__ == '__main__':

@@ -16,6 +16,7 @@ from eagle_jax.draft.economy import Economy, Gains, Prices, best_size, is_level_
 from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.loop import num_rows
+from eagle_jax.target import attention_tpu
 from eagle_jax.target.layers import Experts, OverCache, SwiGLU
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from eagle_jax.verify import verify
@@ -259,17 +260,24 @@ def test_accepted_rows_are_appended(seed):
       np.testing.assert_array_equal(then[b, :, length : length + count], found[b][:, path_BP[b, :count]])
 
 
+def attended(*, num_slots, num_earlier, length_B):
+  """What attention is given, in NumPy: queries, who sees whom, and keys and values of slots, earlier and new rows."""
+  rng = np.random.default_rng(num_slots + num_earlier)
+  B, G, J, T, K = 2, 2, 3, 4, 8
+  mask_BTM = rng.random((B, T, num_earlier + T)) < 0.5
+  mask_BTM[:, np.arange(T), num_earlier + np.arange(T)] = True
+  old, earlier, new = (rng.standard_normal((2, B, G, n, K)).astype(np.float32) for n in (num_slots, num_earlier, T))
+  for b, length in enumerate(length_B):
+    old[:, b, :, length:] *= 100  # scratch, which would win if it were seen
+  return rng.standard_normal((B, G, J, T, K)).astype(np.float32), mask_BTM, old, earlier, new
+
+
 @pytest.mark.parametrize('num_slots', [0, 9])
 @pytest.mark.parametrize('num_earlier', [0, 3])
 @pytest.mark.parametrize('is_windowed', [False, True])
 def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_earlier, is_windowed):
-  rng = np.random.default_rng(num_slots + num_earlier)
-  B, G, J, T, K = 2, 2, 3, 4, 8
   length_B = np.minimum([0, 7], num_slots).astype(np.int32)
-  mask_BTM = rng.random((B, T, num_earlier + T)) < 0.5
-  mask_BTM[:, np.arange(T), num_earlier + np.arange(T)] = True
-  old, earlier, new = (rng.standard_normal((2, B, G, n, K)).astype(np.float32) for n in (num_slots, num_earlier, T))
-  q = rng.standard_normal((B, G, J, T, K)).astype(np.float32)
+  q, mask_BTM, old, earlier, new = attended(num_slots=num_slots, num_earlier=num_earlier, length_B=length_B)
   given = tuple(map(jnp.asarray, earlier)) if num_earlier else None
   oldest_BT = np.array([[-2, 0, 1, 3], [-1, 2, 6, 9]])
   oldest = jnp.asarray(oldest_BT) if is_windowed else None
@@ -277,14 +285,40 @@ def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_
   out, memory = mix(jnp.asarray(q), *map(jnp.asarray, new))
   for found, parts in zip(memory, zip(earlier, new, strict=True), strict=True):
     np.testing.assert_array_equal(found, np.concatenate(parts, axis=2))
-  for b, g, j, t in np.ndindex(B, G, J, T):
+  for b, g, j, t in np.ndindex(out.shape[:-1]):
     start = max(oldest_BT[b, t], 0) if is_windowed else 0
     seen = [
       np.concatenate([x[b, g, start : length_B[b]], y[b, g][mask_BTM[b, t]]])
       for x, y in zip(old, np.concatenate([earlier, new], axis=3), strict=True)
     ]
-    weight = np.exp(seen[0] @ q[b, g, j, t] / np.sqrt(K))
+    weight = np.exp(seen[0] @ q[b, g, j, t] / np.sqrt(q.shape[-1]))
     np.testing.assert_allclose(out[b, g, j, t], weight @ seen[1] / weight.sum(), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('num_slots', 'length_B'),
+  [(9, (0, 7)), (9, (9, 1)), (768, (0, 767)), (768, (256, 257)), (768, (512, 768))],  # of 768 slots in blocks of 256
+)
+@pytest.mark.parametrize('num_earlier', [0, 3])
+def test_the_kernel_of_tpus_sees_the_same(num_slots, length_B, num_earlier):
+  q, mask_BTM, old, earlier, new = attended(num_slots=num_slots, num_earlier=num_earlier, length_B=length_B)
+  rows = (jnp.asarray(q), *map(jnp.asarray, np.concatenate([earlier, new], axis=3)))
+  mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B, jnp.int32), jnp.asarray(mask_BTM))
+  assert attention_tpu.takes(rows[0], mix.keys)
+  out = attention_tpu.attend(*rows, mix.mask, mix.keys, mix.values, mix.length, precision='highest', interpret=True)
+  np.testing.assert_allclose(out, mix.attend(*rows), rtol=2e-5, atol=1e-6)
+
+
+def test_what_the_kernel_of_tpus_leaves():
+  def takes(*, num_slots=8, num_rows=8, dtype=jnp.bfloat16):
+    shapes = (1, 1, 8, num_rows, 8), (1, 1, num_slots, 8)
+    return attention_tpu.takes(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+
+  assert takes()
+  assert takes(num_rows=256, dtype=jnp.float32)
+  assert not takes(num_slots=0)
+  assert not takes(num_rows=257)
+  assert not takes(dtype=jnp.float16)
 
 
 ROUTED = TargetConfig(

@@ -153,6 +153,14 @@ def test_families_are_sharded_alike(on_meshes, family, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('mesh', MESHES)
+def test_the_kernel_of_tpus_runs_on_each_device_alone(on_meshes, mesh):
+  error, num_exchanges = on_meshes['kernels'][mesh]
+  assert error < 1e-5
+  assert num_exchanges == 0
+
+
+@pytest.mark.slow
 def test_drafts_are_accepted_at_all(on_meshes):
   for case in ('chain 8 greedy', 'dynamic 8 greedy', 'dynamic 8 sampled'):
     assert sum(map(sum, on_meshes['cases'][case]['none'][1])) > 0

@@ -68,11 +68,13 @@ def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(d
   pair = ShapedPair(*shapes.configs('llama3_8b'), make_mesh(devices, num_model=len(devices)))
   programs, state = compile_all(pair, policy=DynamicTree())
   assert_fits(programs)
-  needed = pair.bytes_needed(state, num_drafts=DynamicTree().max_depth)
+  num_drafts = DynamicTree().max_depth  # the accepted path and all levels but the root's children
+  assert programs['decode_step'].as_text().count('custom_call_target="tpu_custom_call"') == 32 + num_drafts
+  needed = pair.bytes_needed(state, num_drafts=num_drafts)
   accessed = programs['decode_step'].cost_analysis()['bytes accessed']
   ratio = accessed / needed
   target, drafter, _ = pair.params()
   once = num_bytes([target, drafter['fc'], drafter['layer'], state.cache, state.drafter.cache])
   log.info('step: %.2f GB a device; over what it must read: %.3f', accessed / 1e9, ratio)
   log.info('step: over weights and cache once: %.3f', accessed * len(devices) / once)
-  assert ratio < 1.3, f'{accessed / 1e9:.2f} GB a device, {ratio:.2f} times what a step must read'
+  assert ratio < 1.15, f'{accessed / 1e9:.2f} GB a device, {ratio:.2f} times what a step must read'

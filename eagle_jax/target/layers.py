@@ -4,13 +4,15 @@ Activations are columns, [D, R]: one column a row of work, R = B x T. With weigh
 rows is then `W @ x`, the one product that XLA:CPU runs at memory speed for 1 to 8 rows; accelerators are indifferent.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.sharding import constrain
+from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device
+from eagle_jax.target import attention_tpu
 
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
 FEW_ROWS = 16
@@ -163,6 +165,15 @@ class OverCache(NamedTuple):
     k_BGMK, v_BGMK = k_BGTK, v_BGTK
     if self.earlier is not None:
       k_BGMK, v_BGMK = (jnp.concatenate(x, axis=2) for x in zip(self.earlier, (k_BGTK, v_BGTK), strict=True))
+    rows = q_BGJTK, k_BGMK, v_BGMK
+    if self.oldest is None and attention_tpu.takes(q_BGJTK, self.keys):
+      out_BGJTK = jax.lax.platform_dependent(*rows, tpu=self.attend_on_tpu, default=self.attend)
+    else:
+      out_BGJTK = self.attend(*rows)
+    return out_BGJTK, (k_BGMK, v_BGMK)
+
+  def attend(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
+    """[B, G, J, T, K]."""
     slot_S = jnp.arange(self.keys.shape[2]).reshape(1, 1, -1)
     visible_BTS = slot_S < self.length[:, None, None]  # one for all T rows, unless they see different ones
     if self.oldest is not None:
@@ -174,8 +185,15 @@ class OverCache(NamedTuple):
     best_BGJT1 = jnp.maximum(*(x.max(-1, keepdims=True, initial=HIDDEN) for x in (score_BGJTS, score_BGJTM)))
     weight_BGJTS, weight_BGJTM = jnp.exp(score_BGJTS - best_BGJT1), jnp.exp(score_BGJTM - best_BGJT1)
     total_BGJT1 = weight_BGJTS.sum(-1, keepdims=True) + weight_BGJTM.sum(-1, keepdims=True)
-    out_BGJTK = mixed(weight_BGJTS / total_BGJT1, self.values) + mixed(weight_BGJTM / total_BGJT1, v_BGMK)
-    return out_BGJTK, (k_BGMK, v_BGMK)
+    return mixed(weight_BGJTS / total_BGJT1, self.values) + mixed(weight_BGJTM / total_BGJT1, v_BGMK)
+
+  def attend_on_tpu(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
+    """The same in a kernel, on each device for its own heads and batch rows."""
+    heads, rows = ('batch', 'kv_heads', None, None), ('batch', None, None)
+    axes = [('batch', 'kv_heads', None, None, None), heads, heads, rows, CACHE_AXES, CACHE_AXES, ('batch',)]
+    arrays = q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length
+    run = functools.partial(attention_tpu.attend, precision=_precision(q_BGJTK.dtype))
+    return on_each_device(run, arrays, axes, axes[0])
 
 
 class Attention(nn.Module):

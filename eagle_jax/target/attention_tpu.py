@@ -1,0 +1,120 @@
+"""Attention over the cache in one kernel for TPU: no score leaves fast memory, no block of slots past the text is read.
+
+XLA writes the scores of a pass, and reads them twice: for their sum, and for the mixture. Here the softmax is taken
+while blocks of slots come in (FlashAttention, arXiv:2205.14135). It begins with the new rows, of which each sees
+itself, so what comes later always meets a largest score.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+MAX_BLOCK = 512  # slots
+MAX_SCORES = 2**19  # of a block: 2 MB
+MAX_ROWS = 2048  # queries of a key-value head; with 4,096 fast memory is too small
+
+
+def takes(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> bool:
+  """Whether `attend` is for these: there is a cache, of a dtype that a TPU computes in, and not too many queries."""
+  _, _, J, T, _ = q_BGJTK.shape
+  return keys_BGSK.shape[2] > 0 and keys_BGSK.dtype in (jnp.float32, jnp.bfloat16) and J * T <= MAX_ROWS
+
+
+def attend(
+  q_BGJTK: jax.Array,
+  k_BGMK: jax.Array,
+  v_BGMK: jax.Array,
+  mask_BTM: jax.Array,
+  keys_BGSK: jax.Array,
+  values_BGSK: jax.Array,
+  length_B: jax.Array,
+  *,
+  precision: Any,
+  interpret: Any = False,
+) -> jax.Array:
+  """[B, G, J, T, K], what T rows make of the new rows that they see, and of the committed ones.
+
+  Args:
+    q_BGJTK: queries, J of them a key-value head; one dtype with all keys and values.
+    k_BGMK, v_BGMK: keys and values of the new rows.
+    mask_BTM: bool, who sees whom among these; each row sees one at least.
+    keys_BGSK, values_BGSK: one layer of the cache, S > 0. Scratch in it must be finite.
+    length_B: [B] i32, committed rows; all T rows see them.
+    precision: of products.
+    interpret: see `pallas_call`; what a machine that is no TPU needs.
+  """
+  B, G, J, T, K = q_BGJTK.shape
+  M, S, n = k_BGMK.shape[2], keys_BGSK.shape[2], J * T
+  most = min(MAX_BLOCK, MAX_SCORES >> (n - 1).bit_length())
+  block = math.gcd(S, most) if most < S else S
+  mask_BnM = jnp.tile(mask_BTM, (1, J, 1)).astype(jnp.int32)
+
+  def slots(b: Any, g: Any, step: Any, length_B: Any) -> tuple:
+    last = jnp.maximum(pl.cdiv(length_B[b], block) - 1, 0)
+    return b, g, jnp.minimum(step, last), 0  # a block that is there already is not read again
+
+  def of_head(rows: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, 1, rows, K), lambda b, g, step, length_B: (b, g, 0, 0))
+
+  of_row = pl.BlockSpec((1, n, M), lambda b, g, step, length_B: (b, 0, 0))
+  of_slots = pl.BlockSpec((1, 1, block, K), slots)
+  column, mixture = pltpu.VMEM((n, 1), jnp.float32), pltpu.VMEM((n, K), jnp.float32)
+  item_bytes = q_BGJTK.dtype.itemsize
+  out_BGnK = pl.pallas_call(
+    functools.partial(_kernel, block=block, precision=precision),
+    out_shape=jax.ShapeDtypeStruct((B, G, n, K), q_BGJTK.dtype),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1,
+      grid=(B, G, S // block),
+      in_specs=[of_head(n), of_head(M), of_head(M), of_row, of_slots, of_slots],
+      out_specs=of_head(n),
+      scratch_shapes=[column, column, mixture],
+    ),
+    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'arbitrary')),
+    cost_estimate=pl.CostEstimate(
+      flops=4 * B * G * n * (M + S) * K,
+      bytes_accessed=2 * B * G * (n + M + S) * K * item_bytes + mask_BnM.nbytes,
+      transcendentals=B * G * n * (M + S),
+    ),
+    interpret=interpret,
+    name='attend',
+  )(length_B, q_BGJTK.reshape(B, G, n, K), k_BGMK, v_BGMK, mask_BnM, keys_BGSK, values_BGSK)
+  return out_BGnK.reshape(q_BGJTK.shape)
+
+
+def _kernel(length_B, q, k_new, v_new, mask, keys, values, out, best_n1, total_n1, mixture_nK, *, block, precision):
+  """One block of slots of one batch row's key-value head; the first one takes the new rows too."""
+  row, step = pl.program_id(0), pl.program_id(2)
+  product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+  def take_in(keys_SK, values_SK, is_seen_nS):
+    q_nK = q[0, 0]
+    score_nS = product(q_nK, keys_SK, (((1,), (1,)), ((), ()))) * (q_nK.shape[-1] ** -0.5)
+    score_nS = jnp.where(is_seen_nS, score_nS, -jnp.inf)
+    top_n1 = jnp.maximum(best_n1[...], score_nS.max(axis=1, keepdims=True))
+    weight_nS, shrunk_n1 = jnp.exp(score_nS - top_n1), jnp.exp(best_n1[...] - top_n1)
+    best_n1[...] = top_n1
+    total_n1[...] = shrunk_n1 * total_n1[...] + weight_nS.sum(axis=1, keepdims=True)
+    mixed_nK = product(weight_nS.astype(values_SK.dtype), values_SK, (((1,), (0,)), ((), ())))
+    mixture_nK[...] = shrunk_n1 * mixture_nK[...] + mixed_nK
+
+  @pl.when(step == 0)
+  def begin():
+    best_n1[...] = jnp.full_like(best_n1, -jnp.inf)
+    total_n1[...] = jnp.zeros_like(total_n1)
+    mixture_nK[...] = jnp.zeros_like(mixture_nK)
+    take_in(k_new[0, 0], v_new[0, 0], mask[0] > 0)
+
+  @pl.when(step * block < length_B[row])
+  def go_on():
+    slot_1S = step * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+    take_in(keys[0, 0], values[0, 0], slot_1S < length_B[row])
+
+  @pl.when(step == pl.num_programs(2) - 1)
+  def end():
+    out[0, 0] = (mixture_nK[...] / total_n1[...]).astype(out.dtype)
