@@ -38,7 +38,7 @@ class Estimate(NamedTuple):
   bytes_accessed: float  # by all operations, as if none of their results stayed in fast memory until the next
   flops: float
   optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN if the compiler gives none or < 0
-  cycles: float  # sum of the compiler's estimates of operations, as it placed them; NaN where it gives none
+  cycles: float  # sum of the compiler's estimates of operations as it placed them, kernels left out; NaN without any
   temporary_bytes: float
 
   @classmethod

@@ -29,8 +29,8 @@ class Buffer(NamedTuple):
 
 
 def estimated_cycles(hlo: str) -> float:
-  """Sum of the estimates beside the operations of a program's entry, NaN if there are none. Loops count nothing, and
-  copies made while others compute are not waited for."""
+  """Sum of the estimates beside the operations of a program's entry, NaN if there are none. Loops and kernels count
+  nothing, and copies made while others compute are not waited for."""
   cycles = [int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', _entry(hlo))]
   return float(sum(cycles)) if cycles else math.nan
 
