@@ -62,7 +62,10 @@ def write(kept: Any, new: Any, start_B: jax.Array) -> Any:
     start_B: [B] i32.
   """
 
-  def write_row(row, kept):
+  def write_row(done, kept):
+    # The last row first: a loop in their order XLA:TPU takes for one that replaces `kept` by `new`, and gives up.
+    row = start_B.shape[0] - 1 - done
+
     def write_one(kv_BGSK, new_BGPK):
       new_1GPK = jax.lax.dynamic_slice_in_dim(new_BGPK, row, 1)
       return jax.lax.dynamic_update_slice(kv_BGSK, new_1GPK, (row, 0, start_B[row], 0))

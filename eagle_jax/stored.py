@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from eagle_jax.device import cpu_features, ran_on
@@ -86,16 +87,20 @@ def place(name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashabl
   is_in_jax_cache = settings['jax_enable_compilation_cache'] and settings['jax_compilation_cache_dir']
   if _folder is None or is_in_jax_cache or len(devices) != 1 or not all(map(_is_ours, static.values())):
     return None
-  path = _folder / f'{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}'
   (device,) = devices
+  path = _folder / f'{name}-{hashlib.sha256(repr((device.id, key)).encode()).hexdigest()[:32]}'
   flags = [os.environ.get(name) for name in _FLAGS]
   machine = ran_on(), device.client.platform_version, cpu_features()
   return Place(path, repr((_SOURCES, machine, sorted(settings.items()), flags)), device)
 
 
 def _is_ours(value: Any) -> bool:
-  """Whether `_SOURCES` covers what a static argument does; one of numbers and names does nothing."""
-  if not dataclasses.is_dataclass(value):
-    return True
-  fields = (getattr(value, field.name) for field in dataclasses.fields(value))
-  return type(value).__module__.startswith(f'{__package__}.') and all(map(_is_ours, fields))
+  """Whether `_SOURCES` and its `repr` cover all that a static argument does: of numbers, names, tuples of them, and
+  this package's dataclasses."""
+  if dataclasses.is_dataclass(value):
+    fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+    return type(value).__module__.startswith(f'{__package__}.') and all(map(_is_ours, fields))
+  if type(value) is tuple:
+    return all(map(_is_ours, value))
+  is_dtype = isinstance(value, np.dtype) or isinstance(getattr(value, 'dtype', None), np.dtype)  # jnp.float32 has one
+  return is_dtype or isinstance(value, (bool, int, float, str, type(None)))

@@ -299,25 +299,31 @@ def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_
   ('num_slots', 'length_B'),
   [(9, (0, 7)), (9, (9, 1)), (768, (0, 767)), (768, (256, 257)), (768, (512, 768))],  # of 768 slots in blocks of 256
 )
-@pytest.mark.parametrize('num_earlier', [0, 3])
-def test_the_kernel_of_tpus_sees_the_same(num_slots, length_B, num_earlier):
+@pytest.mark.parametrize(('num_earlier', 'num_rows'), [(0, 4), (3, 4), (0, 1)])
+def test_the_kernel_of_tpus_sees_the_same(num_slots, length_B, num_earlier, num_rows):
   q, mask_BTM, old, earlier, new = attended(num_slots=num_slots, num_earlier=num_earlier, length_B=length_B)
-  rows = (jnp.asarray(q), *map(jnp.asarray, np.concatenate([earlier, new], axis=3)))
-  mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B, jnp.int32), jnp.asarray(mask_BTM))
-  assert attention_tpu.takes(rows[0], mix.keys)
+  new_BGMK = np.concatenate([earlier, new[..., :num_rows, :]], axis=3)
+  rows = (jnp.asarray(q[..., :num_rows, :]), *map(jnp.asarray, new_BGMK))
+  mask = jnp.asarray(mask_BTM[:, :num_rows, : num_earlier + num_rows])
+  mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B, jnp.int32), mask)
   out = attention_tpu.attend(*rows, mix.mask, mix.keys, mix.values, mix.length, precision='highest', interpret=True)
   np.testing.assert_allclose(out, mix.attend(*rows), rtol=2e-5, atol=1e-6)
 
 
 def test_what_the_kernel_of_tpus_leaves():
-  def takes(*, num_slots=8, num_rows=8, dtype=jnp.bfloat16):
-    shapes = (1, 1, 8, num_rows, 8), (1, 1, num_slots, 8)
+  def takes(*, num_slots=8, num_queries=8, num_new=8, head_dim=128, dtype=jnp.bfloat16):
+    shapes = (1, 1, 8, num_queries, head_dim), (1, 1, num_new, head_dim), (1, 1, num_slots, head_dim)
     return attention_tpu.takes(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
 
   assert takes()
-  assert takes(num_rows=256, dtype=jnp.float32)
+  assert takes(num_slots=1536)
+  assert takes(num_queries=128, dtype=jnp.float32)
+  assert takes(num_queries=128, num_new=256)
   assert not takes(num_slots=0)
-  assert not takes(num_rows=257)
+  assert not takes(num_slots=1000)
+  assert not takes(num_queries=129, dtype=jnp.float32)
+  assert not takes(num_queries=128, num_new=257)
+  assert not takes(head_dim=64)
   assert not takes(dtype=jnp.float16)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,12 +104,21 @@ class LongerChain(Chain):
   """What it does is no business of ours, and may be another thing tomorrow."""
 
 
+class Named(NamedTuple):
+  """It says its fields, and not what it does."""
+
+  max_depth: int = 2
+
+
 def test_what_is_not_kept(folder):
   leaf = jnp.zeros(1)
   assert stored.place('f', [leaf], {'n': 1}, ()) is not None
   _, spec = decode.build(tiny.target(), tiny.drafter(), policy=LongerChain(3))
   assert stored.place('f', [leaf], {'spec': spec}, ()) is None
   assert stored.place('f', [leaf], {'spec': dataclasses.replace(spec, policy=Chain(3))}, ()) is not None
+  assert stored.place('f', [leaf], {'spec': dataclasses.replace(spec, policy=Named())}, ()) is None
+  assert stored.place('f', [leaf], {'f': jnp.sum}, ()) is None
+  assert stored.place('f', [leaf], {'sizes': (1, 2.0, None, 'all', jnp.float32)}, ()) is not None
   elsewhere = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set={0, 1}))
   assert stored.place('f', [leaf, elsewhere], {}, ()) is None
   jax.config.update('jax_compilation_cache_dir', str(folder))

@@ -146,6 +146,7 @@ def gguf_file(path, metadata):
 @pytest.mark.parametrize('metadata', [byte_metadata(pre='qwen2'), byte_metadata(pre='llama-bpe'), piece_metadata()])
 def test_gguf_tokenizers_are_those_of_transformers(metadata, tmp_path):
   transformers = pytest.importorskip('transformers')
+  pytest.importorskip('torch', reason='transformers reads GGUF files with it')
   gguf_file(tmp_path / 'tiny.gguf', metadata)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='tiny.gguf')
   ours = Tokenizer.from_gguf(metadata)

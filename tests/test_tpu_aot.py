@@ -5,22 +5,28 @@ Needs libtpu (extra: tpu), minutes on two cores, and prints its numbers with --l
     JAX_PLATFORMS=cpu python -m pytest -m tpu_aot tests/test_tpu_aot.py
 """
 
+import functools
 import logging
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from eagle_jax.bench import compiled, shapes
 from eagle_jax.bench.compiled import NO_COPIES_AHEAD, ShapedPair
 from eagle_jax.bench.tune import num_bytes
-from eagle_jax.draft.policy import DynamicTree
+from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.policy import Chain, DynamicTree, Plain
 from eagle_jax.loop import decode_loop, decode_step
 from eagle_jax.sharding import make_mesh
+from eagle_jax.target import attention_tpu
 
 pytestmark = pytest.mark.tpu_aot
 log = logging.getLogger(__name__)
 
 HBM_GIB = 16  # of one v5e
+KERNEL = 'custom_call_target="tpu_custom_call"'
 
 
 @pytest.fixture(scope='module')
@@ -55,6 +61,38 @@ def test_a_tiny_pair_compiles_for_one_device(devices, draft_vocab_size):
   assert_fits(compile_all(pair, policy=DynamicTree(lookup=True))[0])
 
 
+def test_a_batch_with_one_new_row_each_compiles(devices):
+  """Plain decoding, and a chain whose drafter runs one row after the root."""
+  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=8)
+  _, state = pair.prefill(pair.spec(Chain(2)))
+  assert pair.compile(decode_step, state, pair.spec(Chain(2))).as_text().count(KERNEL) == 2 + 2
+  plain = pair.compile(decode_step, state._replace(drafter=()), pair.spec(Plain(), NoDrafter()))
+  assert plain.as_text().count(KERNEL) == 2
+
+
+@pytest.mark.parametrize(
+  ('B', 'G', 'J', 'T', 'M', 'K', 'S', 'dtype'),
+  [
+    (8, 2, 2, 1, 1, 128, 192, 'bfloat16'),
+    (1, 8, 4, 10, 60, 128, 1536, 'bfloat16'),
+    (1, 2, 7, 60, 60, 256, 3072, 'bfloat16'),
+    (1, 3, 3, 8, 8, 128, 24, 'float32'),
+    (1, 8, 8, 128, 128, 128, 1536, 'float32'),  # as many queries as it takes
+    (1, 8, 4, 256, 256, 128, 640, 'bfloat16'),
+  ],
+)
+def test_what_the_kernel_takes_compiles(devices, B, G, J, T, M, K, S, dtype):
+  def shape(*lengths, dtype=dtype):
+    return jax.ShapeDtypeStruct(lengths, dtype, sharding=jax.sharding.SingleDeviceSharding(devices[0]))
+
+  q, new, slots = shape(B, G, J, T, K), shape(B, G, M, K), shape(B, G, S, K)
+  assert attention_tpu.takes(q, new, slots)
+  precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else None
+  run = jax.jit(functools.partial(attention_tpu.attend, precision=precision))
+  mask_BTM, length_B = shape(B, T, M, dtype=jnp.bool), shape(B, dtype=jnp.int32)
+  assert KERNEL in run.lower(q, new, new, mask_BTM, slots, slots, length_B).compile().as_text()
+
+
 def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
   pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
   found = compiled.steps(pair, sizes=(16, 60))
@@ -69,8 +107,9 @@ def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(d
   programs, state = compile_all(pair, policy=DynamicTree())
   assert_fits(programs)
   num_drafts = DynamicTree().max_depth  # the accepted path and all levels but the root's children
-  assert programs['decode_step'].as_text().count('custom_call_target="tpu_custom_call"') == 32 + num_drafts
+  assert programs['decode_step'].as_text().count(KERNEL) == 32 + num_drafts
   needed = pair.bytes_needed(state, num_drafts=num_drafts)
+  # Of a kernel, what it declares; copies made for it are counted.
   accessed = programs['decode_step'].cost_analysis()['bytes accessed']
   ratio = accessed / needed
   target, drafter, _ = pair.params()

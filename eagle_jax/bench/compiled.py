@@ -65,6 +65,7 @@ class ShapedPair:
   drafter: DrafterConfig
   mesh: Mesh
   num_prompt: int = 1024  # tokens
+  batch: int = 1
   max_new_tokens: int = 128
 
   def params(self) -> Params:
@@ -86,12 +87,12 @@ class ShapedPair:
     return Spec(network, drafter or Eagle(self.drafter, jnp.bfloat16), policy, min_rows)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
-    """The compiled prefill of one row, and the shapes of the state that it returns."""
+    """The compiled prefill, and the shapes of the state that it returns."""
     params = self.params()
     arguments, static = prepare(
       params,
-      np.zeros((1, self.num_prompt), np.int32),
-      np.ones(1, np.int32),
+      np.zeros((self.batch, self.num_prompt), np.int32),
+      np.ones(self.batch, np.int32),
       spec=spec,
       max_new_tokens=self.max_new_tokens,
       sampling=Sampling.of(),

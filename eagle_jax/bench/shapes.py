@@ -12,7 +12,7 @@ from eagle_jax.target.transformer import Target, TransformerTarget
 
 _SIZES: dict[str, dict[str, Any]] = {
   'tiny': {
-    'vocab_size': 512, 'width': 256, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 64, 'ffn_width': 512
+    'vocab_size': 512, 'width': 256, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 128, 'ffn_width': 512
   },
   'smollm2_135m': {
     'vocab_size': 49152, 'width': 576, 'num_heads': 9, 'num_kv_heads': 3, 'head_dim': 64, 'ffn_width': 1536,

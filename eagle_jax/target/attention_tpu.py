@@ -14,15 +14,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+LANES = 128  # that a TPU keeps the last dimension in: a shorter one is copied into as many before a kernel reads it
 MAX_BLOCK = 512  # slots
 MAX_SCORES = 2**19  # of a block: 2 MB
-MAX_ROWS = 2048  # queries of a key-value head; with 4,096 fast memory is too small
+MAX_BYTES = 2**19  # of queries, or of who sees whom: fast memory holds several of the kind
 
 
-def takes(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> bool:
-  """Whether `attend` is for these: there is a cache, of a dtype that a TPU computes in, and not too many queries."""
-  _, _, J, T, _ = q_BGJTK.shape
-  return keys_BGSK.shape[2] > 0 and keys_BGSK.dtype in (jnp.float32, jnp.bfloat16) and J * T <= MAX_ROWS
+def takes(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
+  """Whether `attend` is for these: what a TPU computes in, whole lanes, blocks of slots, and room in fast memory."""
+  _, _, J, T, K = q_BGJTK.shape
+  M, S, dtype = k_BGMK.shape[2], keys_BGSK.shape[2], keys_BGSK.dtype
+  is_in_blocks = S > 0 and ((block := _block(J * T, S)) == S or block % LANES == 0)
+  has_room = J * T * max(M, K) * dtype.itemsize <= MAX_BYTES
+  return dtype in (jnp.float32, jnp.bfloat16) and K % LANES == 0 and is_in_blocks and has_room
+
+
+def _block(num_queries: int, num_slots: int) -> int:
+  """Slots that come in together."""
+  most = min(MAX_BLOCK, MAX_SCORES >> (num_queries - 1).bit_length())
+  return math.gcd(num_slots, most) if most < num_slots else num_slots
 
 
 def attend(
@@ -49,9 +59,11 @@ def attend(
     interpret: see `pallas_call`; what a machine that is no TPU needs.
   """
   B, G, J, T, K = q_BGJTK.shape
+  if k_BGMK.shape[2] == 1:  # Mosaic has no product of bfloat16 with a single row
+    k_BGMK, v_BGMK = (jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0))) for x in (k_BGMK, v_BGMK))
+    mask_BTM = jnp.pad(mask_BTM, ((0, 0), (0, 0), (0, 1)))
   M, S, n = k_BGMK.shape[2], keys_BGSK.shape[2], J * T
-  most = min(MAX_BLOCK, MAX_SCORES >> (n - 1).bit_length())
-  block = math.gcd(S, most) if most < S else S
+  block = _block(n, S)
   mask_BnM = jnp.tile(mask_BTM, (1, J, 1)).astype(jnp.int32)
 
   def slots(b: Any, g: Any, step: Any, length_B: Any) -> tuple:

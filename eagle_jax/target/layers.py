@@ -166,7 +166,7 @@ class OverCache(NamedTuple):
     if self.earlier is not None:
       k_BGMK, v_BGMK = (jnp.concatenate(x, axis=2) for x in zip(self.earlier, (k_BGTK, v_BGTK), strict=True))
     rows = q_BGJTK, k_BGMK, v_BGMK
-    if self.oldest is None and attention_tpu.takes(q_BGJTK, self.keys):
+    if self.oldest is None and attention_tpu.takes(q_BGJTK, k_BGMK, self.keys):
       out_BGJTK = jax.lax.platform_dependent(*rows, tpu=self.attend_on_tpu, default=self.attend)
     else:
       out_BGJTK = self.attend(*rows)
