@@ -53,6 +53,8 @@ def require_valid(
   if row_ids is not None and len(row_ids) != len(ids):
     raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
   vocab_size, max_context = target.config.vocab_size, target.config.max_context
+  if outside := [token for token in eos_ids or () if not 0 <= token < vocab_size]:
+    raise ValueError(f'eos_ids holds {outside[:5]} outside the vocabulary of {vocab_size}: use 0 .. size-1.')
   for row, tokens in enumerate(ids):
     if not tokens:
       raise ValueError(f'Prompt {row} is empty: give it at least one token.')

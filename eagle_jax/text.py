@@ -309,24 +309,30 @@ def read_prompts(path: str | Path) -> Iterator[str]:
   """Prompts of a text file, gzipped or not: one a line, or JSON Lines with `prompt`. Empty lines are passed over.
 
   Raises:
-    ValueError: no readable file, or a line of JSON without a `prompt` string; the message names the line.
+    ValueError: no file, none of UTF-8, no prompt in it, or a line of JSON without a `prompt` string, which is named.
   """
   path = Path(path)
   if not path.is_file():
     raise ValueError(f'No file of prompts at {path}: give one with a prompt a line, or JSON Lines with "prompt".')
+  is_empty = True
   with gzip.open(path, 'rt', encoding='utf-8') if path.suffix == '.gz' else open(path, encoding='utf-8') as lines:
-    for number, line in enumerate(lines, start=1):
-      if line.startswith('{'):
-        yield _prompt_of(line, f'{path}, line {number}')
-      elif line.strip():
-        yield line.strip()
+    try:
+      for number, line in enumerate(map(str.strip, lines), start=1):
+        if line:
+          is_empty = False
+          yield _prompt_of(line, f'{path}, line {number}') if line.startswith('{') else line
+    except UnicodeDecodeError as error:
+      raise ValueError(f'{path} is no UTF-8 ({error}): save it as such.') from error
+  if is_empty:
+    raise ValueError(f'{path} holds no prompt: give it one a line, or JSON Lines with "prompt".')
 
 
 def _prompt_of(line: str, where: str) -> str:
   try:
     prompt = json.loads(line).get('prompt')
   except json.JSONDecodeError as error:
-    raise ValueError(f'{where} is no JSON: {error}. Mend the line.') from error
+    mend = 'Mend it; a text that begins with a brace goes into {"prompt": "..."}.'
+    raise ValueError(f'{where} is no JSON: {error}. {mend}') from error
   if not isinstance(prompt, str):
     raise ValueError(f'{where} has no "prompt" string: add one.')
   return prompt

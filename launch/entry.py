@@ -27,8 +27,10 @@ def run(main, *, starts_often: bool = False):
     else:
       jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
     try:
+      if argv[1:]:
+        raise ValueError(f'{argv[1:]} came without a flag: write --name=value, and quotes around a text with spaces.')
       main(argv)
-    except ValueError as error:
+    except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
       print(f'error: {error}', file=sys.stderr)
       sys.exit(2)
 

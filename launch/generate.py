@@ -40,7 +40,7 @@ def main(_):
   else:
     out = decode.generate(target, drafter, prompts, **how)
     for text, tokens in zip(out.text or [''] * len(prompts), out.tokens, strict=True):
-      print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text or tokens}\n')
+      print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text}\n')
   line = (
     '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
     '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'

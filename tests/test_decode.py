@@ -383,6 +383,7 @@ BAD_REQUESTS = [
   ({'max_new_tokens': 2.5}, 'max_new_tokens is 2.5; an integer'),
   ({'row_ids': [1, 2, 3, 2**40]}, 'row_ids holds 1099511627776; an integer of 32'),
   ({'eos_ids': [2**33]}, 'eos_ids holds 8589934592; an integer of 32'),
+  ({'eos_ids': [1, 97, -1]}, r'eos_ids holds \[97, -1\] outside the vocabulary of 97'),
 ]
 
 

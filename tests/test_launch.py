@@ -45,6 +45,7 @@ def launch(name, *flags, cache=None):
     (['--prompt=hello', '--policy=static', '--width=3'], "takes no ['width']"),
     (['--prompt=hello', '--lookup'], "takes no ['lookup']"),
     (['--batch_file=no/such/file'], 'No file of prompts at no/such/file'),
+    (['--prompt', 'What', 'is this?'], "['is this?'] came without a flag"),
   ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):
@@ -61,6 +62,8 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):
   [
     ([f'--config={ROOT}/configs/smollm2_eagle2.py'], '--out is missing'),
     ([f'--config={ROOT}/configs/smollm2_ablation.py', '--out=x', '--variant=none'], "Unknown variant 'none'"),
+    (['--config=no/such/file'], 'No such file or directory'),
+    ([f'--config={ROOT}/README.md'], 'README.md'),
   ],
 )
 def test_bad_input_to_training(flags, complaint):

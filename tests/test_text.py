@@ -1,12 +1,13 @@
 """Text <-> ids. A tokenizer of raw bytes for the corner cases, SmolLM2's own for the facts about it."""
 
+import gzip
 import json
 import random
 import unicodedata
 
 import pytest
 
-from eagle_jax.text import Detokenizer, Tokenizer
+from eagle_jax.text import Detokenizer, Tokenizer, read_prompts
 
 pytest.importorskip('tokenizers')
 pytest.importorskip('jinja2')
@@ -352,3 +353,32 @@ class TestSmolLM2:
     messages = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}]
     expected = '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n'
     assert smollm2.tokenizer.encode_chat(messages, add_generation_prompt=False) == smollm2.tokenizer.encode(expected)
+
+
+def prompts_file(folder, content: bytes, name='prompts.txt'):
+  path = folder / name
+  path.write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
+  return path
+
+
+@pytest.mark.parametrize('name', ['prompts.txt', 'prompts.jsonl.gz'])
+def test_prompts_are_lines_or_json_lines(tmp_path, name):
+  content = 'Why? \r\n\n {"prompt": "né\\n"}\nWho?'.encode()
+  assert list(read_prompts(prompts_file(tmp_path, content, name))) == ['Why?', 'né\n', 'Who?']
+
+
+@pytest.mark.parametrize(
+  ('content', 'words'),
+  [
+    (b'', 'holds no prompt: give it one a line'),
+    (b' \n\n', 'holds no prompt'),
+    (b'\xff\xfe abc', 'prompts.txt is no UTF-8.*save it as such'),
+    (b'Why?\n{a set}', 'prompts.txt, line 2 is no JSON.*a text that begins with a brace goes into'),
+    (b'{"text": "Why?"}', 'line 1 has no "prompt" string'),
+  ],
+)
+def test_bad_files_of_prompts(tmp_path, content, words):
+  with pytest.raises(ValueError, match=words):
+    list(read_prompts(prompts_file(tmp_path, content)))
+  with pytest.raises(ValueError, match='No file of prompts at'):
+    list(read_prompts(tmp_path))
