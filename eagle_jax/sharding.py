@@ -85,27 +85,20 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
 
 
 def on_each_device(
-  run: Callable[..., jax.Array],
-  arrays: Sequence[jax.Array],
-  axes: Sequence[Sequence[str | None]],
-  out: Sequence[str | None],
+  run: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[Sequence[str | None]]
 ) -> jax.Array:
   """A function of each device's own part, for what the compiler cannot split: kernels. Without a mesh, of the whole.
 
   Args:
-    run: arrays -> an array of the first one's shape.
+    run: arrays -> an array of the first one's shape, which lies as that does.
     arrays: what it takes.
     axes: logical axes of each.
-    out: of the result.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return run(*arrays)
   specs = tuple(partition(names, x.shape, mesh) for names, x in zip(axes, arrays, strict=True))
-  split = jax.shard_map(
-    run, mesh=mesh, in_specs=specs, out_specs=partition(out, arrays[0].shape, mesh), check_vma=False
-  )
-  return split(*arrays)
+  return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

@@ -103,4 +103,4 @@ def _is_ours(value: Any) -> bool:
   if type(value) is tuple:
     return all(map(_is_ours, value))
   is_dtype = isinstance(value, np.dtype) or isinstance(getattr(value, 'dtype', None), np.dtype)  # jnp.float32 has one
-  return is_dtype or isinstance(value, (bool, int, float, str, type(None)))
+  return is_dtype or isinstance(value, (int, float, str, type(None)))

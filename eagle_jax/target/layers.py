@@ -173,7 +173,7 @@ class OverCache(NamedTuple):
     return out_BGJTK, (k_BGMK, v_BGMK)
 
   def attend(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
-    """[B, G, J, T, K]."""
+    """[B, G, J, T, K], what the rows make of the committed ones, and of the new ones that the mask shows them."""
     slot_S = jnp.arange(self.keys.shape[2]).reshape(1, 1, -1)
     visible_BTS = slot_S < self.length[:, None, None]  # one for all T rows, unless they see different ones
     if self.oldest is not None:
@@ -189,11 +189,10 @@ class OverCache(NamedTuple):
 
   def attend_on_tpu(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
     """The same in a kernel, on each device for its own heads and batch rows."""
-    heads, rows = ('batch', 'kv_heads', None, None), ('batch', None, None)
-    axes = [('batch', 'kv_heads', None, None, None), heads, heads, rows, CACHE_AXES, CACHE_AXES, ('batch',)]
     arrays = q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length
+    axes = (*CACHE_AXES, None), CACHE_AXES, CACHE_AXES, ('batch', None, None), CACHE_AXES, CACHE_AXES, ('batch',)
     run = functools.partial(attention_tpu.attend, precision=_precision(q_BGJTK.dtype))
-    return on_each_device(run, arrays, axes, axes[0])
+    return on_each_device(run, arrays, axes)
 
 
 class Attention(nn.Module):
