@@ -39,7 +39,7 @@ def main(_):
     print()
   else:
     out = decode.generate(target, drafter, prompts, **how)
-    for text, tokens in zip(out.text or [''] * len(prompts), out.tokens, strict=True):
+    for text, tokens in zip(out.text, out.tokens, strict=True):  # a target without tokenizer has refused the prompts
       print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text}\n')
   line = (
     '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
