@@ -343,12 +343,16 @@ def test_a_trained_drafter_is_accepted_more(target, tmp_path):
 @pytest.mark.slow
 def test_sigkill_at_ten_random_moments_changes_nothing(tmp_path):
   """Of a whole run, in processes of its own: while it answers, trains, evaluates, or writes a checkpoint."""
-  whole, disturbed = tmp_path / 'whole', tmp_path / 'disturbed'
-  script = str(Path(__file__).with_name('tiny_training.py'))
+  whole, script = tmp_path / 'whole', str(Path(__file__).with_name('tiny_training.py'))
   cached = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
   environment = os.environ | cached | {'PYTHONPATH': str(Path(__file__).parents[1])}
   command = [sys.executable, script]
   run_to_the_end([*command, f'--out={tmp_path / "first"}'], environment)  # fills the compile cache
   seconds = run_to_the_end([*command, f'--out={whole}'], environment)
-  assert run_killed([*command, f'--out={disturbed}'], 10, seconds, environment) >= 5
-  assert same(whole, disturbed)
+  killed = 0
+  for haste in range(4):  # runs of a machine that is faster by now end before they are killed
+    if killed < 5:
+      disturbed = tmp_path / f'disturbed_{haste}'
+      killed = run_killed([*command, f'--out={disturbed}'], 10, seconds / 2**haste, environment)
+      assert same(whole, disturbed)
+  assert killed >= 5
