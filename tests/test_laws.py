@@ -16,7 +16,7 @@ from eagle_jax.draft.economy import Economy, Gains, Prices, best_size, is_level_
 from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.loop import num_rows
-from eagle_jax.target import attention_tpu
+from eagle_jax.target import attention_tpu, layers
 from eagle_jax.target.layers import Experts, OverCache, SwiGLU
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from eagle_jax.verify import verify
@@ -275,14 +275,19 @@ def attended(*, num_slots, num_earlier, length_B):
 @pytest.mark.parametrize('num_slots', [0, 9])
 @pytest.mark.parametrize('num_earlier', [0, 3])
 @pytest.mark.parametrize('is_windowed', [False, True])
-def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_earlier, is_windowed):
+@pytest.mark.parametrize('way', ['whole', 'in blocks', 'on GPUs'])
+def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_earlier, is_windowed, way, monkeypatch):
   length_B = np.minimum([0, 7], num_slots).astype(np.int32)
   q, mask_BTM, old, earlier, new = attended(num_slots=num_slots, num_earlier=num_earlier, length_B=length_B)
   given = tuple(map(jnp.asarray, earlier)) if num_earlier else None
   oldest_BT = np.array([[-2, 0, 1, 3], [-1, 2, 6, 9]])
   oldest = jnp.asarray(oldest_BT) if is_windowed else None
   mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B), jnp.asarray(mask_BTM), given, oldest)
+  if way == 'in blocks':
+    monkeypatch.setattr(layers, 'MANY_ROWS', 3)
   out, memory = mix(jnp.asarray(q), *map(jnp.asarray, new))
+  if way == 'on GPUs':
+    out = jax.jit(OverCache.attend_on_gpu)(mix, jnp.asarray(q), *memory)
   for found, parts in zip(memory, zip(earlier, new, strict=True), strict=True):
     np.testing.assert_array_equal(found, np.concatenate(parts, axis=2))
   for b, g, j, t in np.ndindex(out.shape[:-1]):

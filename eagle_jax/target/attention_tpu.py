@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128  # that a TPU keeps the last dimension in: a shorter one is copied into as many before a kernel reads it
 MAX_BLOCK = 512  # slots
 MAX_SCORES = 2**19  # of a block: 2 MB
-MAX_BYTES = 2**19  # of queries, or of who sees whom: fast memory holds several of the kind
+MAX_BYTES = 2**19  # of queries; who sees whom, in integers, may take twice that: fast memory holds several of the kind
 
 
 def takes(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:

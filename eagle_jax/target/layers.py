@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device
 from eagle_jax.target import attention_tpu
 
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
 FEW_ROWS = 16
+MANY_ROWS = 1024  # whose scores may exist at a time: those of all rows would be the largest array of a long prefill
 
 
 def _precision(dtype):
@@ -165,20 +167,38 @@ class OverCache(NamedTuple):
     k_BGMK, v_BGMK = k_BGTK, v_BGTK
     if self.earlier is not None:
       k_BGMK, v_BGMK = (jnp.concatenate(x, axis=2) for x in zip(self.earlier, (k_BGTK, v_BGTK), strict=True))
-    rows = q_BGJTK, k_BGMK, v_BGMK
+    run = self.attend_in_blocks if q_BGJTK.shape[3] > MANY_ROWS else self.attend_here
+    return run(q_BGJTK, k_BGMK, v_BGMK), (k_BGMK, v_BGMK)
+
+  def attend_in_blocks(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
+    """`attend_here`, of `MANY_ROWS` rows at a time at most."""
+    T = q_BGJTK.shape[3]
+    num_blocks = -(-T // MANY_ROWS)
+
+    def blocks(x: jax.Array, axis: int) -> jax.Array:
+      whole = jnp.pad(x, [(0, -T % num_blocks if i == axis else 0) for i in range(x.ndim)])
+      return jnp.stack(jnp.split(whole, num_blocks, axis))
+
+    def attend_block(block):
+      q_BGJtK, mask_BtM, oldest_Bt = block
+      return self._replace(mask=mask_BtM, oldest=oldest_Bt).attend_here(q_BGJtK, k_BGMK, v_BGMK)
+
+    oldest = None if self.oldest is None else blocks(self.oldest, 1)
+    out_nBGJtK = jax.lax.map(attend_block, (blocks(q_BGJTK, 3), blocks(self.mask, 1), oldest))
+    return jnp.concatenate([*out_nBGJtK], axis=3)[..., :T, :]
+
+  def attend_here(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
+    """`attend`, in the form that the platform is fastest in."""
+    ways = {'default': self.attend}
+    if q_BGJTK.shape[3] > 1:
+      ways |= {'cuda': self.attend_on_gpu, 'rocm': self.attend_on_gpu}
     if self.oldest is None and attention_tpu.takes(q_BGJTK, k_BGMK, self.keys):
-      out_BGJTK = jax.lax.platform_dependent(*rows, tpu=self.attend_on_tpu, default=self.attend)
-    else:
-      out_BGJTK = self.attend(*rows)
-    return out_BGJTK, (k_BGMK, v_BGMK)
+      ways['tpu'] = self.attend_on_tpu
+    return jax.lax.platform_dependent(q_BGJTK, k_BGMK, v_BGMK, **ways)
 
   def attend(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
     """[B, G, J, T, K], what the rows make of the committed ones, and of the new ones that the mask shows them."""
-    slot_S = jnp.arange(self.keys.shape[2]).reshape(1, 1, -1)
-    visible_BTS = slot_S < self.length[:, None, None]  # one for all T rows, unless they see different ones
-    if self.oldest is not None:
-      visible_BTS &= slot_S >= self.oldest[..., None]
-    score_BGJTS = jnp.where(visible_BTS[:, None, None], scores(q_BGJTK, self.keys), HIDDEN)
+    score_BGJTS = jnp.where(self.visible()[:, None, None], scores(q_BGJTK, self.keys), HIDDEN)
     score_BGJTM = jnp.where(self.mask[:, None, None], scores(q_BGJTK, k_BGMK), HIDDEN)
     # One softmax over both, in two arrays. Then a TPU's product that makes scores finds their maxima too, and the one
     # with the values makes the weights; joined, they are written twice more and read three times more.
@@ -186,6 +206,31 @@ class OverCache(NamedTuple):
     weight_BGJTS, weight_BGJTM = jnp.exp(score_BGJTS - best_BGJT1), jnp.exp(score_BGJTM - best_BGJT1)
     total_BGJT1 = weight_BGJTS.sum(-1, keepdims=True) + weight_BGJTM.sum(-1, keepdims=True)
     return mixed(weight_BGJTS / total_BGJT1, self.values) + mixed(weight_BGJTM / total_BGJT1, v_BGMK)
+
+  def visible(self) -> jax.Array:
+    """[B, 1, S] bool, the slots that all T rows see; [B, T, S] if they see different ones."""
+    slot_S = jnp.arange(self.keys.shape[2]).reshape(1, 1, -1)
+    visible_BTS = slot_S < self.length[:, None, None]
+    return visible_BTS if self.oldest is None else visible_BTS & (slot_S >= self.oldest[..., None])
+
+  def attend_on_gpu(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
+    """The same with new rows behind the slots: two products, and between them one kernel for the softmax.
+
+    Of two arrays of scores XLA:GPU joins the keys all the same, for they meet the same queries, and transposes them;
+    then a dozen kernels read and write scores.
+    """
+    B, _, _, T, K = q_BGJTK.shape
+    filler = -(self.keys.shape[2] + k_BGMK.shape[2]) % 64  # a product of odd sizes is padded in a kernel of its own
+
+    def behind(slots_BGSK, new_BGMK):
+      both = slots_BGSK, jnp.pad(new_BGMK, ((0, 0), (0, 0), (0, filler), (0, 0)))
+      return with_layout_constraint(jnp.concatenate(both, axis=2), Layout((0, 1, 2, 3)))
+
+    slots_BTS = jnp.broadcast_to(self.visible(), (B, T, self.keys.shape[2]))
+    mask_BTN = jnp.concatenate([slots_BTS, jnp.pad(self.mask, ((0, 0), (0, 0), (0, filler)))], axis=2)
+    score_BGJTN = float32_product('bgjtk,bgnk->bgjtn', q_BGJTK, behind(self.keys, k_BGMK)) * K**-0.5
+    weight_BGJTN = jax.nn.softmax(jnp.where(mask_BTN[:, None, None], score_BGJTN, HIDDEN))
+    return mixed(weight_BGJTN, behind(self.values, v_BGMK))
 
   def attend_on_tpu(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
     """The same in a kernel, on each device for its own heads and batch rows."""
