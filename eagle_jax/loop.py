@@ -93,7 +93,16 @@ class Cycle(NamedTuple):
 
 
 def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
-  """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens."""
+  """draft -> target pass -> verify -> commit; each live row gains 1 to max_depth + 1 tokens.
+
+  Raises:
+    ValueError: the state was prefilled for a policy with shorter paths.
+  """
+  if state.room is not None and state.room.shape[0] < spec.max_path:
+    raise ValueError(
+      f'The state has room for steps of {state.room.shape[0]} tokens; {spec.policy.describe()} may take {spec.max_path}. '
+      'Prefill with the policy whose paths are the longest.'
+    )
   economy: Any = ()
   if params.economies:  # a batch goes through one program, so it weighs costs as its rows do in the mean
     economy = params.economies.at(num_slots=state.num_slots, temperature=state.sampling.temperature.mean())

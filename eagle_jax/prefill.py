@@ -77,7 +77,7 @@ def prefill(
     eos_ids: any of these tokens ends a row; default the target's, () for none.
 
   Returns:
-    A `DecodeState` for `decode_step` and `decode_loop`.
+    A `DecodeState` for `decode_step` and `decode_loop`, with this policy or one whose paths are no longer.
 
   Raises:
     ValueError: max_new_tokens is below 1.
@@ -92,7 +92,7 @@ def prefill(
     row_ids=row_ids,
     eos_ids=eos_ids,
   )
-  return run_prefill(*arguments, **static)
+  return run_prefill(*arguments, **static)._replace(room=jnp.zeros((spec.max_path, 0), bool))
 
 
 def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: int, sampling, row_ids, eos_ids):

@@ -5,7 +5,7 @@ where they are too few), the feed-forward width and the vocabulary (Megatron-LM,
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,9 +73,11 @@ def mesh_of(params: Any) -> Mesh | None:
   return getattr(getattr(jax.tree.leaves(params)[0], 'sharding', None), 'mesh', None)
 
 
-def using(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-  """The mesh as the context of compiling and running; nothing on a single device."""
-  return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+@contextlib.contextmanager
+def using(mesh: Mesh | None) -> Iterator[None]:
+  """The context of compiling and running: the mesh, if there is one, and 32 bits whatever `jax_enable_x64` says."""
+  with jax.enable_x64(False), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    yield
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:

@@ -73,6 +73,7 @@ class DecodeState(NamedTuple):
   row_id: jax.Array  # [B] i32, keys the noise
   sampling: Sampling
   limits: Limits
+  room: jax.Array | None = None  # [P, 0], no bytes: a step may append P rows; None where the caller knows
 
   @property
   def num_slots(self) -> int:

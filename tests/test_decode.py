@@ -194,6 +194,28 @@ def test_step_by_step_is_the_loop(target, drafter, plain):
   assert tokens_BN[0, :NUM_NEW].tolist() == plain[0].tokens[0]
 
 
+def test_a_state_without_room_for_a_policys_paths_is_refused(target, drafter, plain):
+  prompt_BL, length_B = np.asarray(PROMPTS[:1], np.int32), np.asarray([3], np.int32)
+  params, narrow = decode.build(target, drafter, policy=Chain(2))
+  _, wide = decode.build(target, drafter, policy=Chain(3))
+  state = decode.prefill(params, prompt_BL, length_B, spec=narrow, max_new_tokens=NUM_NEW)
+  for run in (decode.decode_step, decode.decode_loop):
+    with pytest.raises(ValueError, match=r'room for steps of 3 tokens; chain.* may take 4'):
+      run(params, state, spec=wide)
+  state = decode.prefill(params, prompt_BL, length_B, spec=wide, max_new_tokens=NUM_NEW)
+  tokens_BN, _, _ = decode.result(decode.decode_loop(params, state, spec=narrow))
+  assert tokens_BN[0, :NUM_NEW].tolist() == plain[0].tokens[0]
+
+
+@pytest.mark.parametrize('policy', [Plain(), SMALL, Chain(2, lookup=True)])
+def test_64_bits_elsewhere_change_nothing(target, drafter, plain, policy):
+  with jax.enable_x64(True):
+    out = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy)
+    chunks = decode.stream(target, drafter, PROMPTS[0], max_new_tokens=NUM_NEW, policy=policy)
+    assert [token for chunk in chunks for token in chunk.tokens] == plain[0].tokens[0]
+  assert out.tokens == plain[0].tokens
+
+
 # How often, and what, is compiled and run.
 
 

@@ -79,7 +79,7 @@ def _insert(state: DecodeState, fresh: DecodeState, row_R: jax.Array) -> DecodeS
     return jax.tree.map(lambda x, y: x.at[(row_R, *map(slice, y.shape[1:]))].set(y, mode='drop'), old, new)
 
   temperature = put(state.sampling.temperature, fresh.sampling.temperature)
-  by_row = [name for name in DecodeState._fields if name not in ('sampling', 'limits')]
+  by_row = [name for name in DecodeState._fields if name not in ('sampling', 'limits', 'room')]
   rows: dict[str, Any] = {name: put(getattr(state, name), getattr(fresh, name)) for name in by_row}
   return state._replace(sampling=state.sampling._replace(temperature=temperature), **rows)
 
