@@ -100,8 +100,8 @@ def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   """
   if state.room is not None and state.room.shape[0] < spec.max_path:
     raise ValueError(
-      f'The state has room for steps of {state.room.shape[0]} tokens; {spec.policy.describe()} may take {spec.max_path}. '
-      'Prefill with the policy whose paths are the longest.'
+      f'The state has room for steps of {state.room.shape[0]} tokens, and {spec.policy.describe()} may take '
+      f'{spec.max_path}: prefill with the policy whose paths are the longest.'
     )
   economy: Any = ()
   if params.economies:  # a batch goes through one program, so it weighs costs as its rows do in the mean

@@ -200,7 +200,7 @@ def test_a_state_without_room_for_a_policys_paths_is_refused(target, drafter, pl
   _, wide = decode.build(target, drafter, policy=Chain(3))
   state = decode.prefill(params, prompt_BL, length_B, spec=narrow, max_new_tokens=NUM_NEW)
   for run in (decode.decode_step, decode.decode_loop):
-    with pytest.raises(ValueError, match=r'room for steps of 3 tokens; chain.* may take 4'):
+    with pytest.raises(ValueError, match=r'room for steps of 3 tokens, and chain.* may take 4'):
       run(params, state, spec=wide)
   state = decode.prefill(params, prompt_BL, length_B, spec=wide, max_new_tokens=NUM_NEW)
   tokens_BN, _, _ = decode.result(decode.decode_loop(params, state, spec=narrow))
