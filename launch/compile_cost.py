@@ -1,8 +1,9 @@
-"""What the TPU compiler says of a decode step, for a TPU that need not be there: compiled for, not run on.
+"""What the compiler says of a decode step, for a TPU or GPU that need not be there: compiled for, not run on.
 
 JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python launch/compile_cost.py --shape=llama3_8b --topology=v5e:2x2
+JAX_PLATFORMS=cpu python launch/compile_cost.py --topology=h100 --num_devices=1
 
-Needs libtpu (extra: tpu). Bytes, FLOPs and times are of one device.
+Needs libtpu (extra: tpu), or the CUDA plugin (extra: gpu). Bytes, FLOPs and times are of one device.
 """
 
 import json
@@ -10,14 +11,13 @@ import json
 import entry
 import jax
 from absl import flags
-from jax.experimental import topologies
 
-from eagle_jax.bench import compiled, shapes
+from eagle_jax.bench import compiled, described, shapes
 from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum('shape', 'llama3_8b', shapes.NAMES, 'Of target and drafter, in bfloat16.')
-flags.DEFINE_string('topology', 'v5e:2x2', 'Of TPUs, as jax.experimental.topologies names them.')
+flags.DEFINE_string('topology', 'v5e:2x2', 'Of TPUs, as jax.experimental.topologies names them, or GPUs: h100, h200:4.')
 flags.DEFINE_integer('num_devices', 4, 'Of the topology, that share one model.', lower_bound=1)
 flags.DEFINE_integer('draft_vocab_size', None, 'Ids that the drafter drafts; default all.', lower_bound=1)
 flags.DEFINE_integer('context', 1024, 'Tokens before the step.', lower_bound=1)
@@ -26,7 +26,7 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 
 def main(_):
   jax.config.update('jax_enable_compilation_cache', False)  # programs for a described device cannot be read back
-  devices = topologies.get_topology_desc(platform='tpu', topology_name=FLAGS.topology).devices
+  devices = described.devices(FLAGS.topology)
   configs = shapes.configs(FLAGS.shape, draft_vocab_size=FLAGS.draft_vocab_size)
   mesh = make_mesh(devices[: FLAGS.num_devices], num_model=FLAGS.num_devices)
   pair = compiled.ShapedPair(*configs, mesh, num_prompt=FLAGS.context)

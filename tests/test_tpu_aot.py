@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eagle_jax.bench import compiled, shapes
+from eagle_jax.bench import compiled, described, shapes
 from eagle_jax.bench.compiled import NO_COPIES_AHEAD, ShapedPair
 from eagle_jax.bench.tune import num_bytes
 from eagle_jax.draft.drafter import NoDrafter
@@ -32,10 +32,8 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
 @pytest.fixture(scope='module')
 def devices():
   pytest.importorskip('libtpu', reason='libtpu is absent (extra: tpu)')
-  from jax.experimental import topologies
-
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')  # asks no metadata server what machine this is
-  return topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2').devices
+  return described.devices('v5e:2x2')
 
 
 def compile_all(pair: ShapedPair, *, policy: DynamicTree):

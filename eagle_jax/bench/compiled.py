@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.bench.hlo import bytes_moved, estimated_cycles
+from eagle_jax.bench.hlo import bytes_moved, estimated_cycles, num_kernels
 from eagle_jax.bench.tune import Blank, bytes_read
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import NoDrafter
@@ -31,35 +31,37 @@ NO_COPIES_AHEAD = {'xla_msa_enable': 'false'}
 
 
 class Estimate(NamedTuple):
-  """The compiler's numbers of a program, of one device."""
+  """The compiler's numbers of a program, of one device; NaN where it gives none, as XLA:GPU of FLOPs and times."""
 
   bytes_needed: float  # weights, and the cache behind the text: once a pass, see `ShapedPair.bytes_needed`
-  bytes_moved: float  # over the main memory's bus, as the compiler placed the buffers
+  bytes_moved: float  # over the main memory's bus, as the compiler placed the buffers: on a GPU all of them there
   bytes_accessed: float  # by all operations, as if none of their results stayed in fast memory until the next
   flops: float
-  optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN if the compiler gives none or < 0
-  cycles: float  # sum of the compiler's estimates of operations as it placed them, kernels left out; NaN without any
+  optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN if < 0, too
+  cycles: float  # sum of the compiler's estimates of operations as it placed them, our kernels left out
+  num_kernels: float  # operations that run one after the other
   temporary_bytes: float
 
   @classmethod
   def of(cls, counted: Any, placed: Any, bytes_needed: float) -> 'Estimate':
     """Of a program compiled with NO_COPIES_AHEAD, and as it would run."""
-    cost, hlo = counted.cost_analysis(), placed.as_text()
+    cost, hlo = counted.cost_analysis() or {}, placed.as_text()
     optimal_s = cost.get('optimal_seconds', np.nan)
     return cls(
       bytes_needed=bytes_needed,
       bytes_moved=bytes_moved(hlo),
-      bytes_accessed=cost['bytes accessed'],
-      flops=cost['flops'],
+      bytes_accessed=cost.get('bytes accessed', np.nan),
+      flops=cost.get('flops', np.nan),
       optimal_s=optimal_s if optimal_s >= 0 else np.nan,
       cycles=estimated_cycles(hlo),
+      num_kernels=num_kernels(hlo),
       temporary_bytes=placed.memory_analysis().temp_size_in_bytes,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapedPair:
-  """A target and a drafter as shapes, in bfloat16, on a mesh."""
+  """A target and a drafter as shapes on a mesh."""
 
   target: TargetConfig
   drafter: DrafterConfig
@@ -67,11 +69,12 @@ class ShapedPair:
   num_prompt: int = 1024  # tokens
   batch: int = 1
   max_new_tokens: int = 128
+  dtype: Any = jnp.bfloat16
 
   def params(self) -> Params:
     """Of target and drafter, as `decode.build` gives them."""
-    target = self._placed(TransformerTarget(self.target, jnp.bfloat16))
-    own = self._placed(Eagle(self.drafter, jnp.bfloat16))
+    target = self._placed(TransformerTarget(self.target, self.dtype))
+    own = self._placed(Eagle(self.drafter, self.dtype))
     num_ids = self.drafter.draft_vocab_size or self.drafter.vocab_size
     head = target.get('head', target['embed'])['weight']
     ids = jax.ShapeDtypeStruct((num_ids,), jnp.int32, sharding=param_sharding(['ids'], (num_ids,), self.mesh))
@@ -82,9 +85,9 @@ class ShapedPair:
 
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
     """Static description; `drafter` stands in for the EAGLE head."""
-    network = TransformerTarget(self.target, jnp.bfloat16)
+    network = TransformerTarget(self.target, self.dtype)
     min_rows = tile_rows(self.mesh.devices.flat[0].platform)
-    return Spec(network, drafter or Eagle(self.drafter, jnp.bfloat16), policy, min_rows)
+    return Spec(network, drafter or Eagle(self.drafter, self.dtype), policy, min_rows)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
     """The compiled prefill, and the shapes of the state that it returns."""
@@ -133,7 +136,9 @@ def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict
   def estimate(policy: TreePolicy, drafter: Any = None) -> Estimate:
     behind, num_drafts = (state, policy.max_depth) if drafter is None else (state._replace(drafter=()), 0)
     spec = pair.spec(policy, drafter)
-    counted, as_it_runs = (pair.compile(decode_step, behind, spec, options) for options in (NO_COPIES_AHEAD, None))
+    counted = as_it_runs = pair.compile(decode_step, behind, spec)
+    if pair.mesh.devices.flat[0].platform == 'tpu':
+      counted = pair.compile(decode_step, behind, spec, NO_COPIES_AHEAD)
     return Estimate.of(counted, as_it_runs, pair.bytes_needed(behind, num_drafts=num_drafts))
 
   found = {'plain step': estimate(Plain(), NoDrafter())}
@@ -146,7 +151,7 @@ def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict
 def table(found: Mapping[str, Estimate]) -> str:
   """Markdown; the last columns are in plain steps."""
   plain = found['plain step']
-  amounts = 'GFLOP', 'temporary MB', 'GB needed', 'GB moved', 'GB accessed', 'optimal ms', 'Mcycles'
+  amounts = 'GFLOP', 'temporary MB', 'kernels', 'GB needed', 'GB moved', 'GB accessed', 'optimal ms', 'Mcycles'
   ratios = 'bytes_needed', 'bytes_moved', 'bytes_accessed', 'cycles'
   heads = ['program', *amounts, *(name.removeprefix('bytes_') for name in ratios)]
   lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
@@ -154,6 +159,6 @@ def table(found: Mapping[str, Estimate]) -> str:
     gigabytes = one.bytes_needed / 1e9, one.bytes_moved / 1e9, one.bytes_accessed / 1e9
     times = 1000 * one.optimal_s, one.cycles / 1e6
     in_steps = (getattr(one, ratio) / getattr(plain, ratio) for ratio in ratios)
-    numbers = one.flops / 1e9, one.temporary_bytes / 1e6, *gigabytes, *times, *in_steps
+    numbers = one.flops / 1e9, one.temporary_bytes / 1e6, one.num_kernels, *gigabytes, *times, *in_steps
     lines.append(f'| {name} | ' + ' | '.join(f'{x:.2f}' for x in numbers) + ' |')
   return '\n'.join(lines)

@@ -1,4 +1,4 @@
-"""Reads what XLA:TPU says in the listing of a compiled program (`Compiled.as_text`): where buffers lie, and cycles."""
+"""Reads the listing of a program that XLA compiled for TPU or GPU (`Compiled.as_text`): buffers, kernels, cycles."""
 
 import math
 import re
@@ -33,6 +33,12 @@ def estimated_cycles(hlo: str) -> float:
   nothing, and copies made while others compute are not waited for."""
   cycles = [int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', _entry(hlo))]
   return float(sum(cycles)) if cycles else math.nan
+
+
+def num_kernels(hlo: str) -> int:
+  """Operations of a program's entry that run one after the other: on a GPU each is launched. Of loops, nothing."""
+  operations = (operation for _, _, operation, _ in _INSTRUCTION.findall(_entry(hlo)))
+  return sum(operation not in _STANDS_STILL and not operation.endswith('-done') for operation in operations)
 
 
 def bytes_moved(hlo: str) -> float:

@@ -1,0 +1,85 @@
+"""Compiled for GPUs that need not be there: every program builds, and leaves the caches where they are.
+
+Needs JAX's CUDA plugin (extra: gpu), and minutes on two cores:
+
+    JAX_PLATFORMS=cpu python -m pytest -m gpu_aot tests/test_gpu_aot.py
+"""
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from eagle_jax.bench import compiled, described, shapes
+from eagle_jax.bench.compiled import ShapedPair
+from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.policy import Chain, DynamicTree, Plain, StaticTree
+from eagle_jax.loop import decode_loop, decode_step
+from eagle_jax.sharding import make_mesh
+
+pytestmark = pytest.mark.gpu_aot
+
+SMALL = DynamicTree(4, 4, 3, 12, lookup=True)
+FAMILIES = {
+  'llama': {},
+  'window': {'window': 100},
+  'biases': {'qkv_bias': True},
+  'norms': {'qk_norm': True},
+  'experts': {'num_experts': 4, 'experts_per_token': 2},
+}
+
+
+@pytest.fixture(scope='module')
+def devices():
+  pytest.importorskip('jax_cuda12_plugin', reason='the CUDA plugin is absent (extra: gpu)')
+  return described.devices('h100:4')
+
+
+def compile_loop(pair: ShapedPair, policy):
+  spec = pair.spec(policy)
+  _, state = pair.prefill(spec)
+  return pair.compile(decode_loop, state, spec), state
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_each_family_compiles(devices, family):
+  target, drafter = shapes.configs('tiny')
+  target = dataclasses.replace(target, **FAMILIES[family])
+  compile_loop(ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=64, batch=2), SMALL)
+
+
+@pytest.mark.parametrize('policy', [StaticTree(), Chain(4, lookup=True), DynamicTree()], ids=lambda p: p.describe()[:9])
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_smollm2_compiles(devices, policy, dtype):
+  """Three layers of it: heads of 64, tied embeddings, a draft vocabulary."""
+  target, drafter = shapes.configs('smollm2_135m', draft_vocab_size=8192)
+  target = dataclasses.replace(target, num_layers=3)
+  compile_loop(ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=96, dtype=dtype), policy)
+
+
+@pytest.mark.parametrize(('num_model', 'batch'), [(4, 1), (2, 8)])
+def test_a_mesh_of_gpus_compiles(devices, num_model, batch):
+  mesh = make_mesh(devices, num_model=num_model)
+  compile_loop(ShapedPair(*shapes.configs('tiny'), mesh, num_prompt=64, batch=batch), SMALL)
+
+
+@pytest.mark.parametrize(('policy', 'drafter'), [(Plain(), NoDrafter()), (SMALL, None)])
+def test_no_pass_copies_the_keys(devices, policy, drafter):
+  """Into another layout, that is: behind the slots stand the new rows, in an array of its own."""
+  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]))
+  _, state = pair.prefill(pair.spec(SMALL))
+  state = state if drafter is None else state._replace(drafter=())
+  hlo = pair.compile(decode_step, state, pair.spec(policy, drafter)).as_text()
+  batch, heads, slots, width = state.cache.keys[0].shape
+  assert f'bf16[{batch},{heads},{slots},{width}]' in hlo
+  assert not re.findall(rf'= bf16\[{batch},{heads},{width},{slots}\]\S* \w', hlo)
+
+
+def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
+  found = compiled.steps(ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64), sizes=(16, 60))
+  plain, *passes = (found[name] for name in ('plain step', 'target pass, 16 nodes', 'target pass, 60 nodes'))
+  cycle = found['whole cycle, 60 nodes']
+  assert 0 < plain.bytes_moved < passes[0].bytes_moved < passes[1].bytes_moved < cycle.bytes_moved
+  assert 0 < plain.num_kernels < passes[1].num_kernels < cycle.num_kernels
+  assert compiled.table(found).count('\n') == 2 + 4
