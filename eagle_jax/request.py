@@ -9,6 +9,9 @@ import numpy as np
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.target.transformer import Target
 
+MAX_TEMPERATURE = 1e6  # there all tokens are about as likely; at 1e38, temperature x noise overflows
+MIN_TOP_P = float(np.finfo(np.float32).tiny)  # below, XLA may compute with 0, and 0 keeps no token
+
 
 def token_ids(target: Target, prompts: Any) -> list[list[int]]:
   """Strings, through the target's tokenizer, or rows of token ids as they are.
@@ -65,12 +68,12 @@ def require_valid(
         f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
         f'{max_context}. Shorten the prompt or lower max_new_tokens.'
       )
-  if not 0 <= temperature <= float(np.finfo(np.float32).max):
-    raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
+  if not 0 <= temperature <= MAX_TEMPERATURE:
+    raise ValueError(f'temperature is {temperature}; a number >= 0 (greedy) and <= {MAX_TEMPERATURE:g} is needed.')
   if top_k < 0:
     raise ValueError(f'top_k is {top_k}; an integer >= 0 is needed (0 keeps all tokens).')
-  if not 0 < top_p <= 1:
-    raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens).')
+  if not MIN_TOP_P <= top_p <= 1:
+    raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens), {MIN_TOP_P:.3g} at least.')
 
 
 def _integers(name: str, values: Any) -> list[int]:
