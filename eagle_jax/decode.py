@@ -26,7 +26,7 @@ from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePoli
 from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.program import Program
-from eagle_jax.request import require_loaded, require_valid, token_ids
+from eagle_jax.request import integers, require_loaded, require_valid, token_ids
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, param_sharding, using
 from eagle_jax.state import DecodeState, Params, Spec
@@ -192,7 +192,8 @@ def generate(
   Args:
     target: from `load_target`.
     drafter: from `load_drafter`, or None for plain decoding.
-    prompts: strings (put through the chat template, if the target has one), or lists of token ids, taken as they are.
+    prompts: strings (put through the chat template, if the target has one), or lists or arrays of token ids, taken as
+      they are.
     max_new_tokens: at most so many new tokens a prompt.
     temperature: 0 is greedy.
     top_k: draw from the k likeliest tokens; 0 keeps all.
@@ -364,6 +365,7 @@ def _request(
   require_loaded(target, drafter)
   ids = token_ids(target, prompts)
   params, spec = build(target, drafter, policy=policy, batch=len(ids), costs=costs)
+  how |= {name: integers(name, how[name]) for name in ('row_ids', 'eos_ids') if how[name] is not None}
   require_valid(target, ids, **how)
   tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
   sampling = Sampling.of(**{name: how.pop(name) for name in ('temperature', 'top_k', 'top_p', 'seed')})

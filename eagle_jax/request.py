@@ -4,6 +4,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from eagle_jax.draft.drafter import Drafter
@@ -14,11 +15,12 @@ MIN_TOP_P = float(np.finfo(np.float32).tiny)  # below, XLA may compute with 0, a
 
 
 def token_ids(target: Target, prompts: Any) -> list[list[int]]:
-  """Strings, through the target's tokenizer, or rows of token ids as they are.
+  """Strings, through the target's tokenizer, or rows of token ids, lists or arrays, as they are.
 
   Raises:
     ValueError: they are neither, or none came.
   """
+  prompts = _listed(prompts)
   if isinstance(prompts, str):
     raise ValueError(f'prompts is {prompts!r}; a list is needed: [{prompts!r}] for one prompt.')
   if not hasattr(prompts, '__len__') or not len(prompts):
@@ -31,7 +33,7 @@ def token_ids(target: Target, prompts: Any) -> list[list[int]]:
     if '' in prompts:
       raise ValueError(f'Prompt {prompts.index("")} is empty: give it at least one character.')
     return [target.tokenizer.encode_prompt(prompt) for prompt in prompts]
-  return [_integers(f'Prompt {row}', tokens) for row, tokens in enumerate(prompts)]
+  return [integers(f'Prompt {row}', tokens) for row, tokens in enumerate(prompts)]
 
 
 def require_loaded(target: Any, drafter: Any) -> None:
@@ -50,9 +52,6 @@ def require_valid(
     _integer(f'{name} is', value)
   for name, value in (('temperature', temperature), ('top_p', top_p)):
     _number(f'{name} is', value)
-  for name, values in (('row_ids', row_ids), ('eos_ids', eos_ids)):
-    if values is not None:
-      _integers(name, values)
   if row_ids is not None and len(row_ids) != len(ids):
     raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
   vocab_size, max_context = target.config.vocab_size, target.config.max_context
@@ -76,7 +75,13 @@ def require_valid(
     raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens), {MIN_TOP_P:.3g} at least.')
 
 
-def _integers(name: str, values: Any) -> list[int]:
+def _listed(values: Any) -> Any:
+  return values.tolist() if isinstance(values, (np.ndarray, jax.Array)) else values
+
+
+def integers(name: str, values: Any) -> list[int]:
+  """Python's, from a list, or an array of one dimension; ValueError if it is none, or not of integers."""
+  values = _listed(values)
   if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
     raise ValueError(f'{name} is {values!r}; a list of integers is needed.')
   return [_integer(f'{name} holds', value) for value in values]

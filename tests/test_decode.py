@@ -154,6 +154,20 @@ def test_text_prompts_are_encoded(target, drafter):
   assert by_text.tokens == by_ids.tokens
 
 
+@pytest.mark.parametrize('form', [np.array, jnp.array, iter], ids=['numpy', 'jax', 'iterator'])
+def test_integers_come_in_any_form(target, drafter, form):
+  def tokens(prompts, **how):
+    how = how | {'max_new_tokens': NUM_NEW, 'policy': SMALL, 'temperature': 1.0}
+    return decode.generate(target, drafter, prompts, **how).tokens
+
+  whole = tokens([[1, 2, 3]], eos_ids=(), row_ids=[5])
+  ends = [whole[0][9], whole[0][5]]
+  cut = tokens([[1, 2, 3]], eos_ids=ends, row_ids=[5])
+  assert cut != whole
+  assert tokens([form([1, 2, 3])], eos_ids=form(ends), row_ids=form([5])) == cut
+  assert tokens(np.array([[1, 2, 3]]), eos_ids=np.array([], int), row_ids=form([5])) == whole
+
+
 def test_the_targets_eos_is_the_default(drafter, plain):
   eos = plain[0].tokens[0][5]
   target = tiny.target(dataclasses.replace(tiny.TARGET, eos_ids=(eos,)))
@@ -362,6 +376,10 @@ BAD_REQUESTS = [
   ({'top_k': -1}, 'top_k is -1.*>= 0'),
   ({'prompts': None}, 'prompts is None; a list'),
   ({'prompts': [1, 2]}, 'Prompt 0 is 1; a list of integers'),
+  ({'prompts': np.array([1, 2])}, 'Prompt 0 is 1; a list of integers'),
+  ({'prompts': jnp.array([1, 2])}, 'Prompt 0 is 1; a list of integers'),
+  ({'prompts': np.array([[1.5]])}, 'Prompt 0 holds 1.5; an integer'),
+  ({'prompts': [np.array([[1], [2]])]}, r'Prompt 0 holds \[1\]; an integer'),
   ({'prompts': [[1], [2.5]]}, 'Prompt 1 holds 2.5; an integer'),
   ({'prompts': [b'Why?']}, 'Prompt 0 is .*; a list of integers'),
   ({'eos_ids': 3}, 'eos_ids is 3; a list of integers'),
@@ -383,6 +401,8 @@ BAD_REQUESTS = [
   ({'top_k': 1.5}, 'top_k is 1.5; an integer'),
   ({'max_new_tokens': 2.5}, 'max_new_tokens is 2.5; an integer'),
   ({'row_ids': [1, 2, 3, 2**40]}, 'row_ids holds 1099511627776; an integer of 32'),
+  ({'eos_ids': np.array([[1], [2]])}, r'eos_ids holds \[1\]; an integer'),
+  ({'eos_ids': np.array([1, 97])}, r'eos_ids holds \[97\] outside the vocabulary'),
   ({'eos_ids': [2**33]}, 'eos_ids holds 8589934592; an integer of 32'),
   ({'eos_ids': [1, 97, -1]}, r'eos_ids holds \[97, -1\] outside the vocabulary of 97'),
 ]
