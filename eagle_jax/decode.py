@@ -26,7 +26,7 @@ from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePoli
 from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.program import Program
-from eagle_jax.request import integers, require_loaded, require_valid, token_ids
+from eagle_jax.request import known_integers, require_loaded, require_valid, token_ids
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, param_sharding, using
 from eagle_jax.state import DecodeState, Params, Spec
@@ -365,8 +365,8 @@ def _request(
   require_loaded(target, drafter)
   ids = token_ids(target, prompts)
   params, spec = build(target, drafter, policy=policy, batch=len(ids), costs=costs)
-  how |= {name: integers(name, how[name]) for name in ('row_ids', 'eos_ids') if how[name] is not None}
-  require_valid(target, ids, **how)
+  how |= {name: known_integers(name, how[name]) for name in ('row_ids', 'eos_ids')}
+  require_valid(target.config, ids, **how)
   tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
   sampling = Sampling.of(**{name: how.pop(name) for name in ('temperature', 'top_k', 'top_p', 'seed')})
   return params, spec, *prepare(params, tokens_BL, length_B, spec=spec, sampling=sampling, **how)

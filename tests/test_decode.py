@@ -198,6 +198,16 @@ def test_the_pure_core_runs_inside_a_jit(target, drafter, plain):
   assert ((num_accepted_BN >= 0).sum(axis=1) < NUM_NEW).all()
 
 
+@pytest.mark.parametrize('form', [list, np.uint8, np.int64, np.uint32, jnp.uint8], ids=str)
+def test_the_pure_core_takes_integers_of_any_kind(target, drafter, plain, form):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+  state = decode.prefill(params, form(PROMPTS[:1]), form([3]), spec=spec, max_new_tokens=NUM_NEW)
+  assert state.text.dtype == jnp.int32
+  tokens_BN, _, _ = decode.result(decode.decode_loop(params, state, spec=spec))
+  assert tokens_BN.shape == (1, 48)
+  assert tokens_BN[0, :NUM_NEW].tolist() == plain[0].tokens[0]
+
+
 def test_step_by_step_is_the_loop(target, drafter, plain):
   params, spec = decode.build(target, drafter, policy=SMALL)
   prompt_BL, length_B = np.asarray(PROMPTS[:1], np.int32), np.asarray([3], np.int32)
@@ -414,6 +424,49 @@ def test_bad_requests(target, drafter, plain, change, words):
   with compile_events() as events, pytest.raises(ValueError, match=words):
     decode.generate(**request)
   assert events == []
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    ({'tokens_BL': [1, 2, 3]}, r'tokens_BL is int64\[3\]; integers in 2 dimensions'),
+    ({'tokens_BL': np.ones((2, 3))}, r'tokens_BL is float64\[2, 3\]; integers'),
+    ({'tokens_BL': [[1, 2, 97], [1, 97, 97]]}, r'Prompt 0 holds ids \[97\] outside the vocabulary'),
+    ({'tokens_BL': [[1, 2, 2**32], [1, 0, 0]]}, r'Prompt 0 holds ids \[4294967296\] outside'),
+    ({'length_B': [1.0, 2.0]}, r'length_B is float64\[2\]; integers'),
+    ({'length_B': [3, 0]}, r'length_B holds \[0\]; with tokens_BL 3 wide, 1 .. 3'),
+    ({'length_B': jnp.array([4, 1])}, r'length_B holds \[4\]'),
+    ({'length_B': [3]}, 'length_B has 1 lengths for 2 rows'),
+    ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
+    ({'max_new_tokens': [16]}, r'max_new_tokens is \[16\]; an integer'),
+    ({'max_new_tokens': 510}, 'Prompt 0 has 3 tokens.*context of 512'),
+    ({'temperature': -1.0}, 'temperature is -1.0'),
+    ({'top_p': 0}, 'top_p is 0;'),
+    ({'top_k': -1}, 'top_k is -1'),
+    ({'row_ids': [1]}, '1 row_ids came for 2'),
+    ({'eos_ids': [97]}, r'eos_ids holds \[97\] outside'),
+  ],
+  ids=lambda x: '' if isinstance(x, str) else str(x)[:40],
+)
+def test_bad_input_to_the_pure_core(target, drafter, change, words):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+  request = {'tokens_BL': [[1, 2, 3], [1, 97, 97]], 'length_B': [3, 1], 'max_new_tokens': 16} | change
+  with compile_events() as events, pytest.raises(ValueError, match=words):
+    decode.prefill(params, **request, spec=spec)
+  assert events == []
+
+
+def test_what_is_traced_is_taken_on_trust(target, drafter):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+
+  def user(tokens_BL, length_B, number, integer):
+    sampling = {'temperature': number, 'top_p': number, 'top_k': integer, 'seed': integer}
+    how = {'row_ids': integer[None], 'eos_ids': [integer], **sampling}
+    return decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=500, **how)
+
+  jax.eval_shape(user, jnp.array([[500]], jnp.uint16), jnp.array([9]), -1.0, jnp.int32(-1))
+  with pytest.raises(ValueError, match='tokens_BL is float32'):
+    jax.eval_shape(user, jnp.array([[1.0]]), jnp.array([1]), 1.0, jnp.int32(1))
 
 
 @pytest.mark.parametrize(
