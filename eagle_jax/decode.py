@@ -49,8 +49,8 @@ class Generation:
   tokens: list[list[int]]  # new tokens only, with the EOS that ended them, if one did
   text: list[str] | None  # without special tokens; None without a tokenizer
   num_accepted: list[list[int]]  # by target pass: the drafted tokens emitted from it
-  # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s,
-  # prefill_s, decode_s, compile_s, policy.
+  # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s (0 where
+  # there was no target pass), prefill_s, decode_s, compile_s, policy.
   stats: dict[str, Any]
 
 
@@ -266,7 +266,7 @@ class Work(NamedTuple):
       'tau': (num_new - len(self.num_tokens)) / num_passes if num_passes else 1.0,
       'nodes_per_pass': num_nodes / max(num_passes, 1),
       'levels_per_pass': num_levels / max(num_passes, 1),
-      'tok_per_s': num_new / seconds['decode_s'] if seconds['decode_s'] else 0.0,
+      'tok_per_s': num_new / seconds['decode_s'] if num_passes else 0.0,
       **seconds,
       'policy': spec.policy.describe(),
     }

@@ -129,7 +129,7 @@ def test_one_new_token(target, drafter, plain):
   out = decode.generate(target, drafter, PROMPTS, max_new_tokens=1, policy=SMALL)
   assert out.tokens == [row[:1] for row in plain[0].tokens]
   assert out.num_accepted == [[]] * len(PROMPTS)
-  assert (out.stats['num_target_passes'], out.stats['tau']) == (0, 1)
+  assert (out.stats['num_target_passes'], out.stats['tau'], out.stats['tok_per_s']) == (0, 1, 0)
 
 
 @pytest.mark.parametrize('how', SAMPLINGS[:2], ids=['greedy', 'sampled'])
