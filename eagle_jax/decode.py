@@ -26,7 +26,7 @@ from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePoli
 from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.program import Program
-from eagle_jax.request import require_loaded, require_valid, token_ids
+from eagle_jax.request import known_integers, require_loaded, require_valid, token_ids
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, param_sharding, using
 from eagle_jax.state import DecodeState, Params, Spec
@@ -49,8 +49,8 @@ class Generation:
   tokens: list[list[int]]  # new tokens only, with the EOS that ended them, if one did
   text: list[str] | None  # without special tokens; None without a tokenizer
   num_accepted: list[list[int]]  # by target pass: the drafted tokens emitted from it
-  # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s,
-  # prefill_s, decode_s, compile_s, policy.
+  # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s (0 where
+  # there was no target pass), prefill_s, decode_s, compile_s, policy.
   stats: dict[str, Any]
 
 
@@ -192,7 +192,8 @@ def generate(
   Args:
     target: from `load_target`.
     drafter: from `load_drafter`, or None for plain decoding.
-    prompts: strings (put through the chat template, if the target has one), or lists of token ids, taken as they are.
+    prompts: strings (put through the chat template, if the target has one), or lists or arrays of token ids, taken as
+      they are.
     max_new_tokens: at most so many new tokens a prompt.
     temperature: 0 is greedy.
     top_k: draw from the k likeliest tokens; 0 keeps all.
@@ -265,7 +266,7 @@ class Work(NamedTuple):
       'tau': (num_new - len(self.num_tokens)) / num_passes if num_passes else 1.0,
       'nodes_per_pass': num_nodes / max(num_passes, 1),
       'levels_per_pass': num_levels / max(num_passes, 1),
-      'tok_per_s': num_new / seconds['decode_s'] if seconds['decode_s'] else 0.0,
+      'tok_per_s': num_new / seconds['decode_s'] if num_passes else 0.0,
       **seconds,
       'policy': spec.policy.describe(),
     }
@@ -364,7 +365,8 @@ def _request(
   require_loaded(target, drafter)
   ids = token_ids(target, prompts)
   params, spec = build(target, drafter, policy=policy, batch=len(ids), costs=costs)
-  require_valid(target, ids, **how)
+  how |= {name: known_integers(name, how[name]) for name in ('row_ids', 'eos_ids')}
+  require_valid(target.config, ids, **how)
   tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
   sampling = Sampling.of(**{name: how.pop(name) for name in ('temperature', 'top_k', 'top_p', 'seed')})
   return params, spec, *prepare(params, tokens_BL, length_B, spec=spec, sampling=sampling, **how)

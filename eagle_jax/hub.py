@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ log = logging.getLogger('eagle_jax')
 _ASSETS = Path(__file__).parent / 'assets'
 
 
+def _path(name: str | Path) -> Path:
+  """With a user's folder in place of `~`, which a shell leaves as it is in `--target=~/model`."""
+  return Path(os.path.expanduser(name))
+
+
 def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh | None = None) -> Target:
   """Loads the model whose text is to be produced.
 
@@ -41,7 +47,7 @@ def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh 
     ValueError: unknown name, another dtype, missing, corrupt or unsupported file, or tensors that do not fit (all
       listed at once).
   """
-  path = Path(name_or_path)
+  path = _path(name_or_path)
   if path.suffix == '.gguf':
     return _target_from_gguf(path, dtype, mesh)
   if path.is_dir():
@@ -108,7 +114,7 @@ def shipped_drafters() -> list[str]:
 def _drafter_folder(name_or_path: str | Path) -> Path:
   if str(name_or_path) in shipped_drafters():
     return _ASSETS / str(name_or_path)
-  path = Path(name_or_path)
+  path = _path(name_or_path)
   if not path.is_dir():
     raise ValueError(
       f'Unknown drafter {str(name_or_path)!r}: no such folder, and the shipped names are {shipped_drafters()}. '
@@ -126,7 +132,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   Raises:
     ValueError: `dtype` is none of those of `load_target`, or the parameters do not fit the config.
   """
-  path, dtype = Path(path), None if dtype is None else parameter_dtype(dtype)
+  path, dtype = _path(path), None if dtype is None else parameter_dtype(dtype)
   table = naming.drafter_table(drafter.config)
   own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
   params = jax.tree.map(
@@ -153,7 +159,7 @@ def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout
   """
   if layout not in heads.LAYOUTS:
     raise ValueError(f'Unknown layout {layout!r}; one of {sorted(heads.LAYOUTS)} is needed.')
-  path = Path(path)
+  path = _path(path)
   out = heads.written(drafter.config, drafter.params, target.config, target.params['embed']['weight'], layout)
   write_safetensors(path / 'model.safetensors', out.tensors)
   if out.ids:

@@ -10,9 +10,11 @@ import numpy as np
 from eagle_jax.cache import append
 from eagle_jax.commit import at_rows, is_eos
 from eagle_jax.draft import DraftNetwork
+from eagle_jax.request import integer_array, known_integers, require_valid_rows
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.state import DecodeState, Limits, Params, Spec
 from eagle_jax.target import TargetNetwork
+from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.tree import NO_TOKEN
 
 MIN_BUCKET = 16
@@ -66,9 +68,10 @@ def prefill(
 
   Args:
     params, spec: from `decode.build`.
-    tokens_BL: [B, L] i32, prompts padded at the end.
-    length_B: [B] i32, prompt lengths, 1 .. L.
-    max_new_tokens: Python int, at least 1: the room made in the cache and the output.
+    tokens_BL: [B, L] integers, prompts padded at the end.
+    length_B: [B] integers, prompt lengths, 1 .. L.
+    max_new_tokens: Python int, at least 1. The room made in the cache and the output is its `bucket`: `result` has N =
+      24 places for 17 tokens.
     temperature: 0 is greedy.
     top_k: 0 keeps all.
     top_p: in (0, 1].
@@ -80,17 +83,23 @@ def prefill(
     A `DecodeState` for `decode_step` and `decode_loop`, with this policy or one whose paths are no longer.
 
   Raises:
-    ValueError: max_new_tokens is below 1.
+    ValueError: arrays of another rank or not of integers, max_new_tokens below 1; and, of values that are not traced,
+      what `generate` refuses.
   """
+  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
+  tokens_BL = integer_array('tokens_BL', tokens_BL, ndim=2)
+  length_B = integer_array('length_B', length_B, ndim=1)
+  ids = {'row_ids': known_integers('row_ids', row_ids), 'eos_ids': known_integers('eos_ids', eos_ids)}
+  if isinstance(spec.target, TransformerTarget):
+    require_valid_rows(spec.target.config, tokens_BL, length_B, max_new_tokens=max_new_tokens, **sampling, **ids)
   arguments, static = prepare(
     params,
-    tokens_BL,
-    length_B,
+    tokens_BL.astype(np.int32),
+    length_B.astype(np.int32),
     spec=spec,
     max_new_tokens=max_new_tokens,
-    sampling=Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-    row_ids=row_ids,
-    eos_ids=eos_ids,
+    sampling=Sampling.of(**sampling),
+    **ids,
   )
   return run_prefill(*arguments, **static)._replace(room=jnp.zeros((spec.max_path, 0), bool))
 

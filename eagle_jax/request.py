@@ -4,18 +4,25 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.config import TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.target.transformer import Target
 
+MAX_TEMPERATURE = 1e6  # there all tokens are about as likely; at 1e38, temperature x noise overflows
+MIN_TOP_P = float(np.finfo(np.float32).tiny)  # below, XLA may compute with 0, and 0 keeps no token
+
 
 def token_ids(target: Target, prompts: Any) -> list[list[int]]:
-  """Strings, through the target's tokenizer, or rows of token ids as they are.
+  """Strings, through the target's tokenizer, or rows of token ids, lists or arrays, as they are.
 
   Raises:
     ValueError: they are neither, or none came.
   """
+  prompts = _listed(prompts)
   if isinstance(prompts, str):
     raise ValueError(f'prompts is {prompts!r}; a list is needed: [{prompts!r}] for one prompt.')
   if not hasattr(prompts, '__len__') or not len(prompts):
@@ -28,7 +35,7 @@ def token_ids(target: Target, prompts: Any) -> list[list[int]]:
     if '' in prompts:
       raise ValueError(f'Prompt {prompts.index("")} is empty: give it at least one character.')
     return [target.tokenizer.encode_prompt(prompt) for prompt in prompts]
-  return [_integers(f'Prompt {row}', tokens) for row, tokens in enumerate(prompts)]
+  return [integers(f'Prompt {row}', tokens) for row, tokens in enumerate(prompts)]
 
 
 def require_loaded(target: Any, drafter: Any) -> None:
@@ -40,22 +47,28 @@ def require_loaded(target: Any, drafter: Any) -> None:
 
 
 def require_valid(
-  target: Target, ids: list[list[int]], *, max_new_tokens, temperature, top_k, top_p, seed, row_ids, eos_ids
+  config: TargetConfig,
+  ids: list[list[int]] | None,
+  *,
+  max_new_tokens,
+  temperature=0.0,
+  top_k=0,
+  top_p=1.0,
+  seed=0,
+  row_ids=None,
+  eos_ids=None,
 ) -> None:
   """ValueError if these cannot be decoded; see `decode.generate`."""
   for name, value in (('max_new_tokens', max_new_tokens), ('top_k', top_k), ('seed', seed)):
     _integer(f'{name} is', value)
   for name, value in (('temperature', temperature), ('top_p', top_p)):
     _number(f'{name} is', value)
-  for name, values in (('row_ids', row_ids), ('eos_ids', eos_ids)):
-    if values is not None:
-      _integers(name, values)
-  if row_ids is not None and len(row_ids) != len(ids):
+  if row_ids is not None and ids is not None and len(row_ids) != len(ids):
     raise ValueError(f'{len(row_ids)} row_ids came for {len(ids)} prompts; give one a prompt.')
-  vocab_size, max_context = target.config.vocab_size, target.config.max_context
+  vocab_size, max_context = config.vocab_size, config.max_context
   if outside := [token for token in eos_ids or () if not 0 <= token < vocab_size]:
     raise ValueError(f'eos_ids holds {outside[:5]} outside the vocabulary of {vocab_size}: use 0 .. size-1.')
-  for row, tokens in enumerate(ids):
+  for row, tokens in enumerate(ids or ()):
     if not tokens:
       raise ValueError(f'Prompt {row} is empty: give it at least one token.')
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
@@ -65,15 +78,58 @@ def require_valid(
         f'Prompt {row} has {len(tokens)} tokens; with max_new_tokens={max_new_tokens} that is beyond the context of '
         f'{max_context}. Shorten the prompt or lower max_new_tokens.'
       )
-  if not 0 <= temperature <= float(np.finfo(np.float32).max):
-    raise ValueError(f'temperature is {temperature}; a finite number >= 0 is needed (0 is greedy).')
+  if not 0 <= temperature <= MAX_TEMPERATURE:
+    raise ValueError(f'temperature is {temperature}; a number >= 0 (greedy) and <= {MAX_TEMPERATURE:g} is needed.')
   if top_k < 0:
     raise ValueError(f'top_k is {top_k}; an integer >= 0 is needed (0 keeps all tokens).')
-  if not 0 < top_p <= 1:
-    raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens).')
+  if not MIN_TOP_P <= top_p <= 1:
+    raise ValueError(f'top_p is {top_p}; a number in (0, 1] is needed (1 keeps all tokens), {MIN_TOP_P:.3g} at least.')
 
 
-def _integers(name: str, values: Any) -> list[int]:
+def require_valid_rows(
+  config: TargetConfig, tokens_BL: Any, length_B: Any, *, max_new_tokens, row_ids, eos_ids, **how: Any
+) -> None:
+  """ValueError if padded prompts cannot be decoded; see `prefill`. What is traced is taken on trust."""
+  batch, num_prompt = tokens_BL.shape
+  if length_B.shape != (batch,):
+    raise ValueError(f'length_B has {length_B.shape[0]} lengths for {batch} rows of tokens_BL; give one a row.')
+  ids = None
+  if is_known(tokens_BL, length_B):
+    lengths = length_B.tolist()
+    if outside := [length for length in lengths if not 1 <= length <= num_prompt]:
+      raise ValueError(f'length_B holds {outside[:5]}; with tokens_BL {num_prompt} wide, 1 .. {num_prompt} is needed.')
+    ids = [tokens[:length] for tokens, length in zip(tokens_BL.tolist(), lengths, strict=True)]
+  how = {name: value for name, value in how.items() if not np.ndim(value)}  # a row may have its own temperature
+  how |= {'row_ids': row_ids, 'eos_ids': eos_ids}
+  known = {name: value for name, value in how.items() if is_known(value)}
+  require_valid(config, ids, max_new_tokens=max_new_tokens, **known)
+
+
+def is_known(*values: Any) -> bool:
+  """Is none of them traced, in whole or in part?"""
+  return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
+
+
+def known_integers(name: str, values: Any) -> Any:
+  """`integers`; what is None or traced stays as it is."""
+  return integers(name, values) if values is not None and is_known(values) else values
+
+
+def integer_array(name: str, values: Any, *, ndim: int) -> Any:
+  """An array, JAX's own as it is; ValueError unless it is of integers, in `ndim` dimensions."""
+  array = values if isinstance(values, jax.Array) else np.asarray(values)
+  if array.ndim != ndim or not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(f'{name} is {array.dtype}{[*array.shape]}; integers in {ndim} dimensions are needed.')
+  return array
+
+
+def _listed(values: Any) -> Any:
+  return values.tolist() if isinstance(values, (np.ndarray, jax.Array)) else values
+
+
+def integers(name: str, values: Any) -> list[int]:
+  """Python's, from a list, or an array of one dimension; ValueError if it is none, or not of integers."""
+  values = _listed(values)
   if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
     raise ValueError(f'{name} is {values!r}; a list of integers is needed.')
   return [_integer(f'{name} holds', value) for value in values]

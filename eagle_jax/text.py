@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -309,13 +310,14 @@ def read_prompts(path: str | Path) -> Iterator[str]:
   """Prompts of a text file, gzipped or not: one a line, or JSON Lines with `prompt`. Empty lines are passed over.
 
   Raises:
-    ValueError: no file, none of UTF-8, no prompt in it, or a line of JSON without a `prompt` string, which is named.
+    ValueError: no file, none of UTF-8, a damaged one, no prompt in it, or a line of JSON without a `prompt` string,
+      which is named.
   """
   path = Path(path)
-  if not path.is_file():
+  if path.is_dir() or not path.exists():  # a pipe is as good as a file
     raise ValueError(f'No file of prompts at {path}: give one with a prompt a line, or JSON Lines with "prompt".')
   is_empty = True
-  with gzip.open(path, 'rt', encoding='utf-8') if path.suffix == '.gz' else open(path, encoding='utf-8') as lines:
+  with (gzip.open if path.suffix == '.gz' else open)(path, 'rt', encoding='utf-8-sig') as lines:
     try:
       for number, line in enumerate(map(str.strip, lines), start=1):
         if line:
@@ -323,6 +325,8 @@ def read_prompts(path: str | Path) -> Iterator[str]:
           yield _prompt_of(line, f'{path}, line {number}') if line.startswith('{') else line
     except UnicodeDecodeError as error:
       raise ValueError(f'{path} is no UTF-8 ({error}): save it as such.') from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+      raise ValueError(f'{path} is damaged, or no gzip file ({error}): compress it again.') from error
   if is_empty:
     raise ValueError(f'{path} holds no prompt: give it one a line, or JSON Lines with "prompt".')
 

@@ -38,7 +38,7 @@ def main(_):
     'bytes': sum(x.size * x.dtype.itemsize for x in leaves),
   }
   if FLAGS.out is not None:
-    write(target, drafter, Path(FLAGS.out))
+    write(target, drafter, Path(FLAGS.out).expanduser())
     report |= {'layout': FLAGS.to, 'written': FLAGS.out}
   print(json.dumps(report) if FLAGS.json else '\n'.join(f'{name}: {value}' for name, value in report.items()))
 

@@ -1,6 +1,8 @@
 """How a launcher starts, and how an error reaches its user."""
 
 import logging
+import os
+import signal
 import sys
 
 import jax
@@ -13,7 +15,8 @@ from eagle_jax.weights.fetch import cache_folder
 def run(main, *, starts_often: bool = False):
   """absl's `app.run`, with a compile cache that lasts, and bad input as one line and exit code 2.
 
-  One that `starts_often` finds its few programs without tracing them.
+  An interrupt is one line too, and a reader of the output that has gone is none: both with a shell's exit code. One
+  that `starts_often` finds its few programs without tracing them.
   """
 
   def checked(argv):
@@ -21,7 +24,7 @@ def run(main, *, starts_often: bool = False):
     log.setLevel(logging.INFO)
     log.propagate = False
     log.addHandler(logging.StreamHandler(sys.stderr))
-    logging.getLogger('jax').setLevel(logging.WARNING)  # which backends it looked for is no news
+    logging.getLogger().setLevel(logging.WARNING)  # what other libraries do step by step is no news
     if starts_often:
       eagle_jax.keep_programs(cache_folder() / 'programs')
     else:
@@ -30,6 +33,13 @@ def run(main, *, starts_often: bool = False):
       if argv[1:]:
         raise ValueError(f'{argv[1:]} came without a flag: write --name=value, and quotes around a text with spaces.')
       main(argv)
+      sys.stdout.flush()
+    except BrokenPipeError:  # `head` has read enough
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left once more
+      sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+      print('interrupted', file=sys.stderr)
+      sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
       print(f'error: {error}', file=sys.stderr)
       sys.exit(2)

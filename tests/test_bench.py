@@ -164,11 +164,23 @@ def test_a_run_leaves_a_report(pair, answers, tmp_path):
   out = run(bench, ASKED, 1.0, tmp_path / 'log', tmp_path / 'one', SETTINGS)
   assert json.loads((tmp_path / 'one' / 'report.json').read_text()) == json.loads(json.dumps(out))
   assert (out['temperature'], out['policy'], out['tasks'].keys()) == (1.0, POLICY.describe(), {'one', 'two'})
+  assert out['too_long'] == []
   assert out['pooled']['tau'] == summary.traced([a for a in answers if a.temperature == 1], POLICY).tau
   assert sum(out['calibration']['num_nodes']) > 0
   assert (tmp_path / 'one' / 'calibration.png').exists()
   short = dataclasses.replace(bench, options={**OPTIONS, 'max_new_tokens': 1})
   assert 'calibration' not in run(short, ASKED, 1.0, tmp_path / 'short', tmp_path / 'two', {})
+
+
+def test_turns_beyond_the_context_are_left_out_and_named(pair, tmp_path):
+  """Of 128 tokens; the first question's second turn comes behind its first, and that one's answer."""
+  bench = Bench(*pair, POLICY, OPTIONS)
+  asked = [Question('one', '1', ('a' * 70, 'b' * 50)), Question('one', '2', ('c' * 123,)), Question('two', '1', ('d',))]
+  out = run(bench, asked, 0.0, tmp_path / 'log', tmp_path / 'report', SETTINGS)
+  assert out['too_long'] == ['one/1, turn 2', 'one/2, turn 1']
+  assert out['details']['pooled']['num_answers'] == 2
+  with pytest.raises(ValueError, match='All 1 questions exceed 122 tokens'):
+    run(bench, asked[1:2], 0.0, tmp_path / 'log', tmp_path / 'report', SETTINGS)
 
 
 # Numbers by hand.

@@ -129,7 +129,7 @@ def test_one_new_token(target, drafter, plain):
   out = decode.generate(target, drafter, PROMPTS, max_new_tokens=1, policy=SMALL)
   assert out.tokens == [row[:1] for row in plain[0].tokens]
   assert out.num_accepted == [[]] * len(PROMPTS)
-  assert (out.stats['num_target_passes'], out.stats['tau']) == (0, 1)
+  assert (out.stats['num_target_passes'], out.stats['tau'], out.stats['tok_per_s']) == (0, 1, 0)
 
 
 @pytest.mark.parametrize('how', SAMPLINGS[:2], ids=['greedy', 'sampled'])
@@ -152,6 +152,20 @@ def test_text_prompts_are_encoded(target, drafter):
   how = {'max_new_tokens': NUM_NEW, 'policy': SMALL}
   by_text, by_ids = (decode.generate(target, drafter, p, **how) for p in (texts, ids))
   assert by_text.tokens == by_ids.tokens
+
+
+@pytest.mark.parametrize('form', [np.array, jnp.array, iter], ids=['numpy', 'jax', 'iterator'])
+def test_integers_come_in_any_form(target, drafter, form):
+  def tokens(prompts, **how):
+    how = how | {'max_new_tokens': NUM_NEW, 'policy': SMALL, 'temperature': 1.0}
+    return decode.generate(target, drafter, prompts, **how).tokens
+
+  whole = tokens([[1, 2, 3]], eos_ids=(), row_ids=[5])
+  ends = [whole[0][9], whole[0][5]]
+  cut = tokens([[1, 2, 3]], eos_ids=ends, row_ids=[5])
+  assert cut != whole
+  assert tokens([form([1, 2, 3])], eos_ids=form(ends), row_ids=form([5])) == cut
+  assert tokens(np.array([[1, 2, 3]]), eos_ids=np.array([], int), row_ids=form([5])) == whole
 
 
 def test_the_targets_eos_is_the_default(drafter, plain):
@@ -182,6 +196,16 @@ def test_the_pure_core_runs_inside_a_jit(target, drafter, plain):
   assert [row[:n] for row, n in zip(tokens_BN.tolist(), length_B, strict=True)] == plain[0].tokens
   assert (tokens_BN[:, NUM_NEW:] == -1).all()
   assert ((num_accepted_BN >= 0).sum(axis=1) < NUM_NEW).all()
+
+
+@pytest.mark.parametrize('form', [list, np.uint8, np.int64, np.uint32, jnp.uint8], ids=str)
+def test_the_pure_core_takes_integers_of_any_kind(target, drafter, plain, form):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+  state = decode.prefill(params, form(PROMPTS[:1]), form([3]), spec=spec, max_new_tokens=NUM_NEW)
+  assert state.text.dtype == jnp.int32
+  tokens_BN, _, _ = decode.result(decode.decode_loop(params, state, spec=spec))
+  assert tokens_BN.shape == (1, 48)
+  assert tokens_BN[0, :NUM_NEW].tolist() == plain[0].tokens[0]
 
 
 def test_step_by_step_is_the_loop(target, drafter, plain):
@@ -384,6 +408,10 @@ BAD_REQUESTS = [
   ({'top_k': -1}, 'top_k is -1.*>= 0'),
   ({'prompts': None}, 'prompts is None; a list'),
   ({'prompts': [1, 2]}, 'Prompt 0 is 1; a list of integers'),
+  ({'prompts': np.array([1, 2])}, 'Prompt 0 is 1; a list of integers'),
+  ({'prompts': jnp.array([1, 2])}, 'Prompt 0 is 1; a list of integers'),
+  ({'prompts': np.array([[1.5]])}, 'Prompt 0 holds 1.5; an integer'),
+  ({'prompts': [np.array([[1], [2]])]}, r'Prompt 0 holds \[1\]; an integer'),
   ({'prompts': [[1], [2.5]]}, 'Prompt 1 holds 2.5; an integer'),
   ({'prompts': [b'Why?']}, 'Prompt 0 is .*; a list of integers'),
   ({'eos_ids': 3}, 'eos_ids is 3; a list of integers'),
@@ -399,11 +427,14 @@ BAD_REQUESTS = [
   ({'temperature': '0.5'}, "temperature is '0.5'; a number"),
   ({'temperature': None}, 'temperature is None; a number'),
   ({'top_p': [0.5]}, r'top_p is \[0.5\]; a number'),
-  ({'temperature': 1e39}, r'temperature is 1e\+39; a finite number'),
+  ({'temperature': 1e38}, r'temperature is 1e\+38; a number >= 0 .*<= 1e\+06'),
+  ({'top_p': 1e-40}, r'top_p is 1e-40; .*1.18e-38 at least'),
   ({'top_k': 2**31}, 'top_k is 2147483648.*32 bits'),
   ({'top_k': 1.5}, 'top_k is 1.5; an integer'),
   ({'max_new_tokens': 2.5}, 'max_new_tokens is 2.5; an integer'),
   ({'row_ids': [1, 2, 3, 2**40]}, 'row_ids holds 1099511627776; an integer of 32'),
+  ({'eos_ids': np.array([[1], [2]])}, r'eos_ids holds \[1\]; an integer'),
+  ({'eos_ids': np.array([1, 97])}, r'eos_ids holds \[97\] outside the vocabulary'),
   ({'eos_ids': [2**33]}, 'eos_ids holds 8589934592; an integer of 32'),
   ({'eos_ids': [1, 97, -1]}, r'eos_ids holds \[97, -1\] outside the vocabulary of 97'),
 ]
@@ -415,6 +446,49 @@ def test_bad_requests(target, drafter, plain, change, words):
   with compile_events() as events, pytest.raises(ValueError, match=words):
     decode.generate(**request)
   assert events == []
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    ({'tokens_BL': [1, 2, 3]}, r'tokens_BL is int64\[3\]; integers in 2 dimensions'),
+    ({'tokens_BL': np.ones((2, 3))}, r'tokens_BL is float64\[2, 3\]; integers'),
+    ({'tokens_BL': [[1, 2, 97], [1, 97, 97]]}, r'Prompt 0 holds ids \[97\] outside the vocabulary'),
+    ({'tokens_BL': [[1, 2, 2**32], [1, 0, 0]]}, r'Prompt 0 holds ids \[4294967296\] outside'),
+    ({'length_B': [1.0, 2.0]}, r'length_B is float64\[2\]; integers'),
+    ({'length_B': [3, 0]}, r'length_B holds \[0\]; with tokens_BL 3 wide, 1 .. 3'),
+    ({'length_B': jnp.array([4, 1])}, r'length_B holds \[4\]'),
+    ({'length_B': [3]}, 'length_B has 1 lengths for 2 rows'),
+    ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
+    ({'max_new_tokens': [16]}, r'max_new_tokens is \[16\]; an integer'),
+    ({'max_new_tokens': 510}, 'Prompt 0 has 3 tokens.*context of 512'),
+    ({'temperature': -1.0}, 'temperature is -1.0'),
+    ({'top_p': 0}, 'top_p is 0;'),
+    ({'top_k': -1}, 'top_k is -1'),
+    ({'row_ids': [1]}, '1 row_ids came for 2'),
+    ({'eos_ids': [97]}, r'eos_ids holds \[97\] outside'),
+  ],
+  ids=lambda x: '' if isinstance(x, str) else str(x)[:40],
+)
+def test_bad_input_to_the_pure_core(target, drafter, change, words):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+  request = {'tokens_BL': [[1, 2, 3], [1, 97, 97]], 'length_B': [3, 1], 'max_new_tokens': 16} | change
+  with compile_events() as events, pytest.raises(ValueError, match=words):
+    decode.prefill(params, **request, spec=spec)
+  assert events == []
+
+
+def test_what_is_traced_is_taken_on_trust(target, drafter):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+
+  def user(tokens_BL, length_B, number, integer):
+    sampling = {'temperature': number, 'top_p': number, 'top_k': integer, 'seed': integer}
+    how = {'row_ids': integer[None], 'eos_ids': [integer], **sampling}
+    return decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=500, **how)
+
+  jax.eval_shape(user, jnp.array([[500]], jnp.uint16), jnp.array([9]), -1.0, jnp.int32(-1))
+  with pytest.raises(ValueError, match='tokens_BL is float32'):
+    jax.eval_shape(user, jnp.array([[1.0]]), jnp.array([1]), 1.0, jnp.int32(1))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import math
 
-from eagle_jax.bench.hlo import bytes_moved, estimated_cycles
+from eagle_jax.bench.hlo import bytes_moved, estimated_cycles, num_kernels
 
 LISTING = """HloModule step
 
@@ -47,3 +47,7 @@ def test_without_fast_memory_every_operand_moves():
 def test_cycles():
   assert estimated_cycles(LISTING) == 42
   assert math.isnan(estimated_cycles(LISTING.replace('estimated', 'other')))
+
+
+def test_kernels():
+  assert num_kernels(LISTING) == 2 + 3  # what is copied ahead, and the fusions

@@ -250,6 +250,16 @@ def test_drafter_round_trip(tmp_path, target, drafter):
   assert json.loads((tmp_path / 'saved' / 'provenance.json').read_text()) == {'steps': 7}
 
 
+def test_paths_may_begin_at_home(tmp_path, monkeypatch, gguf_path, drafter):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  target = hub.load_target(f'~/{gguf_path.name}')
+  hub.save_drafter(drafter, '~/saved')
+  hub.export_drafter(drafter, '~/exported', target, layout='safeailab')
+  for name in ('saved', 'exported'):
+    assert (tmp_path / name).is_dir()
+    assert_same(hub.load_drafter(f'~/{name}', target).params, drafter.params)
+
+
 def test_saving_leaves_out_what_is_the_targets(tmp_path, target, drafter):
   joined = dataclasses.replace(drafter, params=drafter.params | {'embed': target.params['embed']})
   hub.save_drafter(joined, tmp_path / 'saved')

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +32,16 @@ def files(tmp_path_factory):
   return [f'--target={path}', f'--drafter={folder / "drafter"}']
 
 
-def launch(name, *flags, cache=None):
-  environment = os.environ | {'JAX_PLATFORMS': 'cpu'} | ({'EAGLE_JAX_CACHE': str(cache)} if cache else {})
+def started(name, *flags):
   command = [sys.executable, str(ROOT / 'launch' / f'{name}.py'), *flags]
-  return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
+  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def launch(name, *flags):
+  with started(name, *flags) as process:
+    stdout, stderr = process.communicate(timeout=600)
+  return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +98,23 @@ def test_a_flag_that_would_be_ignored_is_refused():
   done = launch('cost', '--temperature=1')
   assert done.returncode == 1
   assert "Unknown command line flag 'temperature'" in done.stderr
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(tmp_path):
+  pipe = tmp_path / 'prompts'
+  os.mkfifo(pipe)
+  with started('generate', f'--batch_file={pipe}') as process, open(pipe, 'w', encoding='utf-8'):  # waits for a reader
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=600)
+  assert (process.returncode, stderr) == (130, 'interrupted\n')
+
+
+def test_a_reader_that_has_gone_is_no_error(files):
+  with started('convert', *files) as process:
+    process.stdout.close()
+    stderr = process.stderr.read()
+  assert process.returncode == 141
+  assert 'error' not in stderr.lower()
 
 
 def test_help_explains_every_flag():

@@ -16,6 +16,7 @@ from eagle_jax.draft.economy import Economy, Gains, Prices, best_size, is_level_
 from eagle_jax.draft.grow import Children, grow
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.loop import num_rows
+from eagle_jax.request import MAX_TEMPERATURE, MIN_TOP_P
 from eagle_jax.target import attention_tpu, layers
 from eagle_jax.target.layers import Experts, OverCache, SwiGLU
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
@@ -219,7 +220,14 @@ def test_policies_describe_themselves():
     (lambda: DynamicTree(max_depth=0), 'at least 1.*max_depth'),
     (lambda: DynamicTree(num_nodes=0), 'at least 1.*num_nodes'),
     (lambda: DynamicTree(2, 2, 2, 8), '8 nodes.*only 7'),
+    (lambda: DynamicTree(num_nodes=True), 'at least 1.*num_nodes'),
+    (lambda: DynamicTree(lookup='no'), "DynamicTree: lookup is 'no'; True or False"),
     (lambda: Chain(0), 'at least 1.*max_depth'),
+    (lambda: Chain(5000), 'Chain: max_depth is 5000; at most 256'),
+    (lambda: Chain(lookup=None), 'Chain: lookup is None'),
+    (lambda: StaticTree([(0,) * n for n in range(1, 258)]), 'StaticTree: max_depth is 257; at most 256'),
+    (lambda: StaticTree(3), 'StaticTree: paths 3 came; needed is a list'),
+    (lambda: StaticTree([(0.5,)]), r'StaticTree: paths \[\(0.5,\)\] came; needed is a list'),
     (lambda: Chain(1.5), 'integers.*max_depth'),
     (lambda: DynamicTree('3'), 'integers.*width'),
     (lambda: StaticTree([]), '0 paths'),
@@ -419,7 +427,7 @@ def test_sizes_must_ascend(smaller):
 
 
 @pytest.mark.parametrize('top_k', [0, 1, 2, 7, 40, 100])
-@pytest.mark.parametrize('top_p', [1e-6, 0.1, 0.53, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize('top_p', [MIN_TOP_P, 0.1, 0.53, 0.9, 0.999, 1.0])
 def test_keep(top_k, top_p):
   keep = jax.jit(sampling.keep)
   for seed in range(5):
@@ -460,7 +468,8 @@ def test_choose_is_gumbel_max_of_what_is_kept():
   choose = jax.jit(jax.vmap(sampling.choose, in_axes=(None, None, None, 0)))
   noise = jax.jit(jax.vmap(lambda position: sampling.position_noise(7, 3, position, jnp.arange(30))))
   noise_nV = np.asarray(noise(position_n))
-  for temperature, top_k, top_p in [(0.0, 3, 0.5), (1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 0, 0.6), (2.0, 9, 0.8)]:
+  filters = [(0.0, 3, 0.5), (1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 0, 0.6), (MAX_TEMPERATURE, 9, 0.8)]
+  for temperature, top_k, top_p in filters:
     how = sampling.Sampling.of(temperature=temperature, top_k=top_k, top_p=top_p, seed=7)
     keep_V = numpy_keep(logits_V, temperature, top_k, top_p) if temperature else np.ones(30, bool)
     perturbed_nV = np.where(keep_V, logits_V + np.float32(temperature) * noise_nV, -np.inf)

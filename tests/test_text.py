@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import unicodedata
 
@@ -363,8 +364,26 @@ def prompts_file(folder, content: bytes, name='prompts.txt'):
 
 @pytest.mark.parametrize('name', ['prompts.txt', 'prompts.jsonl.gz'])
 def test_prompts_are_lines_or_json_lines(tmp_path, name):
-  content = 'Why? \r\n\n {"prompt": "né\\n"}\nWho?'.encode()
-  assert list(read_prompts(prompts_file(tmp_path, content, name))) == ['Why?', 'né\n', 'Who?']
+  content = 'Why? \r\n\n {"prompt": "né\\n"}\nWho?'
+  for encoding in ('utf-8', 'utf-8-sig'):
+    path = prompts_file(tmp_path, content.encode(encoding), name)
+    assert list(read_prompts(path)) == ['Why?', 'né\n', 'Who?']
+
+
+def test_prompts_come_through_a_pipe():
+  read_end, write_end = os.pipe()
+  os.write(write_end, b'Why?\n')
+  os.close(write_end)
+  assert list(read_prompts(f'/dev/fd/{read_end}')) == ['Why?']
+  os.close(read_end)
+
+
+@pytest.mark.parametrize('harm', [lambda x: x[:-9], lambda x: x[:20] + b'no' + x[22:], lambda x: b'no' + x])
+def test_a_damaged_gzip_file_of_prompts(tmp_path, harm):
+  path = prompts_file(tmp_path, b'Why? Who? What?', 'prompts.txt.gz')
+  path.write_bytes(harm(path.read_bytes()))
+  with pytest.raises(ValueError, match='prompts.txt.gz is damaged'):
+    list(read_prompts(path))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class Bench:
     follow plain decoding's answers. Answers that the log holds already are not made again.
 
     Args:
-      questions: of any tasks. Without a chat template, only their first turns are asked.
+      questions: of any tasks. Without a chat template, only their first turns are asked. A question ends before a turn
+        that the context has no room for.
       temperature: of all of them.
       log: JSON Lines, an `Answered` each, of any temperature, behind a line of `settings`.
       settings: what the answers depend on; another run's log is not gone on with.
@@ -98,14 +99,20 @@ class Bench:
             file.flush()
           yield answer
 
+  def turns(self, question: Question) -> tuple[str, ...]:
+    """What is asked, where the context has room for it."""
+    return question.turns if tokenizer_of(self.target).has_chat_template else question.turns[:1]
+
   def _ask(
     self, question: Question, temperature: float, known: Mapping[tuple, Answered]
   ) -> Iterator[tuple[tuple, Answered]]:
     """The answers to every turn, as often as each is timed, with their keys in the log."""
     tokenizer, messages = self.target.tokenizer, []
-    for turn, text in enumerate(question.turns if tokenizer.has_chat_template else question.turns[:1]):
+    for turn, text in enumerate(self.turns(question)):
       messages.append({'role': 'user', 'content': text})
       prompt = tokenizer.encode_chat(messages) if tokenizer.has_chat_template else tokenizer.encode_prompt(text)
+      if len(prompt) + self.options['max_new_tokens'] > self.target.config.max_context:
+        return
       for repeat in range(self.num_repeats):
         key = question.task, question.id, turn, temperature, repeat
         answer = known[key] if key in known else self._answer(key, prompt, question.row_id)

@@ -1,5 +1,6 @@
 """A whole benchmark at one temperature, from questions to a report in a folder."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_jax.bench.calibration import calibrate
-from eagle_jax.bench.measure import Bench
+from eagle_jax.bench.measure import Answered, Bench
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import Question
 from eagle_jax.bench.summary import report, write
 from eagle_jax.draft.policy import DynamicTree
+
+log = logging.getLogger('eagle_jax')
 
 
 def run(
@@ -20,11 +23,19 @@ def run(
   """Measures, calibrates the drafter along plain decoding's answers, writes and plots; arguments as `Bench.measure`.
 
   Returns:
-    What `folder` holds as report.json: `summary.report`, the settings, and `calibration` where anything was drafted.
+    What `folder` holds as report.json: `summary.report`, the settings, `too_long`, the turns that the context had no
+    room for, and `calibration` where anything was drafted.
+
+  Raises:
+    ValueError: as `Bench.measure`, or no question has room in the context.
   """
   measured = bench.measure(questions, temperature, log, settings)
   answers = list(tqdm(measured, desc=f'answers, temperature {temperature:g}'))
-  summary = {**report(answers, bench.policy), **settings, 'temperature': temperature}
+  if not answers:
+    most = bench.target.config.max_context - bench.options['max_new_tokens']
+    raise ValueError(f'All {len(questions)} questions exceed {most} tokens: lower max_new_tokens, or ask others.')
+  too_long = _too_long(bench, questions, answers)
+  summary = {**report(answers, bench.policy), **settings, 'temperature': temperature, 'too_long': too_long}
   drafter, is_drafted = bench.drafter, bench.policy.num_nodes > 1 and any(len(a.plain.tokens) > 1 for a in answers)
   if drafter is not None and is_drafted and not drafter.has_own_head:  # no traces of EAGLE-3 heads are recorded
     how = {'policy': DynamicTree(), 'seed': bench.options['seed']}
@@ -32,3 +43,17 @@ def run(
   write(summary, folder)
   plot(summary, folder)
   return summary
+
+
+def _too_long(bench: Bench, questions: Sequence[Question], answers: Sequence[Answered]) -> list[str]:
+  """The turns that were not asked."""
+  asked = {(answer.task, answer.question_id, answer.turn) for answer in answers}
+  too_long = [
+    f'{question.task}/{question.id}, turn {turn + 1}'
+    for question in questions
+    for turn in range(len(bench.turns(question)))
+    if (question.task, question.id, turn) not in asked
+  ]
+  if too_long:
+    log.warning('%d turns are too long for the context, and left out: %s', len(too_long), '; '.join(too_long))
+  return too_long

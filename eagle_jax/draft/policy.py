@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import numbers
+import operator
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +23,8 @@ EAGLE1_PATHS = (
   *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
   *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
+
+MAX_DEPTH = 256  # each level is a drafter pass of every step: no text is worth as many
 
 
 class TreePolicy(Protocol):
@@ -95,10 +98,19 @@ class Fixed:
     return jax.numpy.int32(0)
 
 
-def _require_at_least_one(policy, *names: str) -> None:
-  sizes = {name: getattr(policy, name) for name in names}
-  if bad := {name: size for name, size in sizes.items() if not isinstance(size, numbers.Integral) or size < 1}:
-    raise ValueError(f'{type(policy).__name__}: these must be integers, at least 1: {bad}.')
+def _is_count(n: Any) -> bool:
+  return isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1
+
+
+def _require_valid(policy, *sizes: str) -> None:
+  """ValueError unless these fields are counts, no deeper than `MAX_DEPTH`, and `lookup` says yes or no."""
+  name, given = type(policy).__name__, {size: getattr(policy, size) for size in sizes}
+  if bad := {size: n for size, n in given.items() if not _is_count(n)}:
+    raise ValueError(f'{name}: these must be integers, at least 1: {bad}.')
+  if policy.max_depth > MAX_DEPTH:
+    raise ValueError(f'{name}: max_depth is {policy.max_depth}; at most {MAX_DEPTH} is needed. Lower it.')
+  if not isinstance(policy.lookup, bool):
+    raise ValueError(f'{name}: lookup is {policy.lookup!r}; True or False is needed.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +145,7 @@ class DynamicTree(Fixed):
   lookup: bool = False
 
   def __post_init__(self):
-    _require_at_least_one(self, 'width', 'fanout', 'max_depth', 'num_nodes')
+    _require_valid(self, 'width', 'fanout', 'max_depth', 'num_nodes')
     *_, offered = level_starts(self)
     if self.num_nodes > offered:
       raise ValueError(
@@ -203,7 +215,7 @@ class Chain(Fixed):
   lookup: bool = False
 
   def __post_init__(self):
-    _require_at_least_one(self, 'max_depth')
+    _require_valid(self, 'max_depth')
 
   @property
   def num_nodes(self) -> int:
@@ -228,7 +240,10 @@ class StaticTree(Fixed):
   paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
 
   def __post_init__(self):
-    object.__setattr__(self, 'paths', tuple(tuple(int(rank) for rank in path) for path in self.paths))
+    try:
+      object.__setattr__(self, 'paths', tuple(tuple(map(operator.index, path)) for path in self.paths))
+    except TypeError:
+      raise ValueError(f'StaticTree: paths {self.paths!r:.80} came; needed is a list: [(0,), (0, 0)].') from None
     known = {(), *self.paths}
     is_set = () not in self.paths and len(known) == len(self.paths) + 1 > 1
     orphans = [path for path in self.paths if path and path[:-1] not in known]
@@ -237,6 +252,7 @@ class StaticTree(Fixed):
         f'StaticTree: {len(self.paths)} paths came; needed are one or more distinct, non-empty paths of ranks >= 0, '
         f'with the parent of each. Paths without their parent: {orphans}. The root is implied; leave it out.'
       )
+    _require_valid(self)
 
   @property
   def max_depth(self) -> int:
