@@ -273,19 +273,44 @@ def test_features_computed_in_the_step_train_as_stored_ones(target):
 def test_remat_and_accumulation_change_no_gradient(target, objective):
   examples = answered(6, 24, 1.0)
   network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  first, second = [examples[0]], [examples[1]]
+  one, other, both = (pack(rows, num_places=32) for rows in ([first], [second], [first, second]))
 
-  def after(recipe, num_batches):
+  def after(recipe, *packed):
     state = begin(network.init_params(jax.random.key(0)), recipe, None)
-    stream = batches(examples, num_rows=recipe.num_rows, num_places=32, seed=0)
-    for _ in range(num_batches):
-      state, _ = train_step(state, frozen, next(stream), network=network, recipe=recipe)
-    return state.params
+    for batch in packed:
+      state, _ = train_step(state, frozen, batch, network=network, recipe=recipe)
+    return state
 
-  recipe = dataclasses.replace(RECIPE, objective=objective, num_rows=1, feature_noise=0.0, warmup_steps=0)
+  recipe = dataclasses.replace(RECIPE, objective=objective, clip_norm=1e3, feature_noise=0.0, warmup_steps=0)
+  accumulating = dataclasses.replace(recipe, num_accumulated=2)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
-  jax.tree.map(close, after(recipe, 1), after(dataclasses.replace(recipe, remat=True), 1))
-  one = after(dataclasses.replace(recipe, num_accumulated=2), 1)
-  jax.tree.map(np.testing.assert_array_equal, one, network.init_params(jax.random.key(0)))  # no update yet
+  jax.tree.map(close, after(recipe, one).params, after(dataclasses.replace(recipe, remat=True), one).params)
+  no_update = after(accumulating, one).params
+  jax.tree.map(np.testing.assert_array_equal, no_update, network.init_params(jax.random.key(0)))
+  # Both texts are of one length, so the gradient of the joint batch is the mean of theirs. Adam's step hardly depends
+  # on its size; its moments do.
+  ours, expected = after(accumulating, one, other), after(recipe, both)
+  jax.tree.map(close, (ours.params, ours.optimizer.inner_opt_state), (expected.params, expected.optimizer))
+
+
+def test_the_schedule_counts_updates():
+  """Adam's step along a constant gradient is the learning rate."""
+
+  def rates(num_accumulated):
+    counts = {'num_steps': 8 * num_accumulated, 'warmup_steps': 2 * num_accumulated, 'num_accumulated': num_accumulated}
+    optimizer = Recipe(**counts, weight_decay=0.0).optimizer()
+    param, state, made = jnp.zeros(1), optimizer.init(jnp.zeros(1)), []
+    for _ in range(counts['num_steps']):
+      with jax.numpy_dtype_promotion('standard'):
+        update, state = optimizer.update(jnp.ones(1), state, param)
+      made.append(-float(update[0]))
+    return made[num_accumulated - 1 :: num_accumulated]
+
+  np.testing.assert_allclose(rates(4), rates(1), rtol=1e-3)
+  assert 0 < rates(4)[-1] < 0.1 * max(rates(4))
+  with pytest.raises(ValueError, match='num_accumulated is 4; a divisor of num_steps, 6, is needed'):
+    dataclasses.replace(RECIPE, num_accumulated=4)
 
 
 class Killed(Exception):

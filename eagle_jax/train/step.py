@@ -38,7 +38,7 @@ class Objective:
 class Recipe:
   """How a drafter is trained. Static in the step."""
 
-  num_steps: int
+  num_steps: int  # batches; an update takes `num_accumulated` of them
   num_rows: int = 4  # packed rows a step: the global batch
   num_places: int = 512  # tokens a packed row
   objective: Objective = Objective()
@@ -54,10 +54,18 @@ class Recipe:
   chunk_places: int = 256  # places a row whose logits exist at one time
   seed: int = 0
 
+  def __post_init__(self):
+    if self.num_accumulated < 1 or self.num_steps % self.num_accumulated:
+      raise ValueError(
+        f'Recipe: num_accumulated is {self.num_accumulated}; a divisor of num_steps, {self.num_steps}, is needed: '
+        'the last update takes as many batches as the others.'
+      )
+
   def optimizer(self) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipping by norm, on averaged gradients."""
-    warmup = min(self.warmup_steps, self.num_steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, warmup, self.num_steps)
+    """AdamW with warm-up, cosine decay and clipping by norm, on averaged gradients. Its schedule counts updates."""
+    num_updates = self.num_steps // self.num_accumulated
+    warmup = min(self.warmup_steps // self.num_accumulated, num_updates // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, warmup, num_updates)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=self.weight_decay)
     chain = optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
     if self.num_accumulated == 1:
