@@ -18,9 +18,10 @@ from eagle_jax.decode import generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import Chain
-from eagle_jax.hub import load_drafter
+from eagle_jax.hub import load_drafter, save_drafter
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train import losses
+from eagle_jax.train import run as whole_run
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.loop import begin, borrow, train
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
@@ -345,12 +346,45 @@ def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
   assert run(tmp_path / 'whole') == expected  # nothing left to do
 
 
-def test_a_run_of_another_drafter_is_not_resumed(target, tmp_path):
+def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
   examples = answered(12, 24, 1.0)
-  train(target, DRAFTER, examples[:10], examples[10:], RECIPE, tmp_path)
-  wider = dataclasses.replace(DRAFTER, ffn_width=48)
+
+  def run(config=DRAFTER, recipe=RECIPE, **origin):
+    train(target, config, examples[:10], examples[10:], recipe, tmp_path, origin=origin)
+
+  monkeypatch.setattr('eagle_jax.train.loop.train_step', None)
+  with pytest.raises(TypeError):
+    run(recipe=dataclasses.replace(RECIPE, num_rows=4))  # fails before the first checkpoint
+  monkeypatch.undo()
+  run(initial=None)
+  begun = (tmp_path / 'settings.json').read_bytes()
+  run(initial=None)
+  other_objective = dataclasses.replace(RECIPE, objective=Objective(top_k=3))
+  for changed, message in (
+    ({'config': dataclasses.replace(DRAFTER, rope_theta=5e5)}, 'drafter.rope_theta 10000.0, not 500000.0[.]'),
+    (
+      {'recipe': dataclasses.replace(RECIPE, num_steps=8, seed=1)},
+      'num_steps 6, not 8; recipe.seed 0, not 1',
+    ),
+    ({'recipe': other_objective}, 'objective.top_k 10, not 3[.] Go on with .*another --out'),
+    ({'initial': 'runs/x/drafter'}, "initial None, not 'runs/x/drafter'"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      run(**{'initial': None, **changed})
+  assert (tmp_path / 'settings.json').read_bytes() == begun
+  (tmp_path / 'settings.json').unlink()
   with pytest.raises(ValueError, match='another drafter or optimizer'):
-    train(target, wider, examples[:10], examples[10:], RECIPE, tmp_path)
+    run(config=dataclasses.replace(DRAFTER, ffn_width=48))
+
+
+def test_a_drafter_to_begin_with_is_the_configured_one(target, tmp_path, monkeypatch):
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
+  monkeypatch.setattr('eagle_jax.train.run.train', lambda *_, **__: pytest.fail('it trains'))
+  theirs = dataclasses.replace(DRAFTER, norm_eps=1e-5, name='other')
+  save_drafter(Drafter(theirs, Eagle(theirs).init_params(jax.random.key(0))), tmp_path / 'other')
+  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {}, 'RECIPE': RECIPE}
+  with pytest.raises(ValueError, match='not what DRAFTER describes: norm_eps 1e-05, not 1e-06[.] Give DRAFTER'):
+    whole_run.run(config, tmp_path, prompts=None, initial=str(tmp_path / 'other'))
 
 
 def test_a_trained_drafter_is_accepted_more(target, tmp_path):

@@ -21,7 +21,7 @@ from eagle_jax.hub import save_drafter
 from eagle_jax.sharding import mesh_of, param_shardings, partition, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
-from eagle_jax.train.checkpoint import Checkpoints, metrics_log
+from eagle_jax.train.checkpoint import Checkpoints, metrics_log, require_same
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.replay import trace
@@ -40,6 +40,7 @@ def train(
   folder: Path,
   *,
   initial: Drafter | None = None,
+  origin: Mapping[str, Any] | None = None,
   provenance: Mapping[str, Any] | None = None,
   report_every: int = 100,
   num_traced: int = 0,
@@ -54,6 +55,7 @@ def train(
     recipe: optimizer and losses.
     folder: for checkpoints, metrics and the drafter.
     initial: weights to begin with; None for fresh ones.
+    origin: what else decides the run, such as where its examples come from; of strings, numbers and dicts.
     provenance: goes into the drafter's folder, with step and metrics.
     report_every: steps between two evaluations with a checkpoint each: what a kill loses at most.
     num_traced: held-out examples whose answers each evaluation decodes anew, for `tree_tau`: see `replay.trace`.
@@ -63,7 +65,7 @@ def train(
     Held-out metrics of the best step: those of `evaluate_all`, and `tree_tau` if anything is traced.
 
   Raises:
-    ValueError: the folder holds a run of another drafter or optimizer.
+    ValueError: the folder holds a run of another drafter, recipe or origin.
   """
   mesh = mesh_of(target.params)
   network = Eagle(config, jnp.dtype(recipe.dtype))
@@ -73,6 +75,10 @@ def train(
   with using(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
     params = initial_params(Eagle(config), frozen.embed, examples, recipe.seed) if initial is None else initial.params
     state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
+    path = folder / 'settings.json'
+    if checkpoints.is_empty:  # as good as not begun: one that failed may be tried with other settings
+      path.unlink(missing_ok=True)
+    require_same(path, {**settings(config, recipe), **(origin or {})})
     if not checkpoints.is_empty:
       state = checkpoints.restore(state)
     first = int(state.step)
@@ -110,6 +116,13 @@ def train(
     best, metrics = checkpoints.restore_best(state)
     outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
+
+
+def settings(config: DrafterConfig, recipe: Recipe) -> dict[str, Any]:
+  """All fields of a run, by dotted names."""
+  fields = {'drafter': dataclasses.asdict(config), 'recipe': dataclasses.asdict(recipe)}
+  fields['objective'] = fields['recipe'].pop('objective')
+  return {f'{part}.{name}': value for part, values in fields.items() for name, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,12 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.hub import load_drafter, load_target
 from eagle_jax.sharding import param_shardings, using
 from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.checkpoint import differences, require_same
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
 from eagle_jax.train.shards import Example, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
-from eagle_jax.weights.files import replacing
 
 log = logging.getLogger('eagle_jax')
 
@@ -68,9 +68,10 @@ def run(
     raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
   config = {**config, **(config['VARIANTS'][variant] if variant else {})}
   target = load_target(config['TARGET'], mesh=mesh)
-  first = _first_weights(initial, target) if initial else None
+  first = _first_weights(initial, target, config['DRAFTER']) if initial else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   data = _gather(target, config, out / 'shards', prompts, prompts_hash)
+  origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
   log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
   return train(
     target,
@@ -80,17 +81,24 @@ def run(
     config['RECIPE'],
     out / variant if variant else out,
     initial=first,
-    provenance={'command': command, 'prompts_sha256': prompts_hash, 'initial': initial, **_provenance(config, data)},
+    origin=origin,
+    provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data)},
     report_every=report_every,
     num_traced=config.get('NUM_TRACED', 16),
     progress=True,
   )
 
 
-def _first_weights(name: str, target: Target) -> Drafter:
+def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:
   drafter = load_drafter(name, target)
   if not isinstance(drafter.config, DrafterConfig):
     raise ValueError(f'Drafter {name!r} is an EAGLE-3 head; training begins with an EAGLE-1/2 one, or with none.')
+  free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
+  if wrong := differences(dataclasses.asdict(drafter.config) | free, dataclasses.asdict(config)):
+    raise ValueError(
+      f'Drafter {name!r} is not what DRAFTER describes: {wrong}. Give DRAFTER these values, or begin with another '
+      '--initial or with none.'
+    )
   return drafter
 
 
@@ -110,7 +118,7 @@ def _gather(
   for name, data in config['DATA'].items():
     own, refused = folder / name, collections.Counter[str]()
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
-    _require_same(own / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)})
+    require_same(own / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)})
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     paths = tqdm(make_shards(target, source, own, data, refused), total=data.num_shards, desc=f'shards: {name}')
     examples = [example for path in paths for example in read_shard(path)]
@@ -126,26 +134,12 @@ def _provenance(config: Mapping[str, Any], data: _Gathered) -> dict[str, Any]:
   return {
     'commit': _commit(),
     'target': config['TARGET'],
-    'data': {name: repr(kind) for name, kind in config['DATA'].items()},
     'recipe': repr(config['RECIPE']),
     'num_examples': len(data.examples),
     'num_answer_tokens': int(sum(example.is_answer.sum() for example in data.examples)),
     'not_used': data.not_used,
     **ran_on(),
   }
-
-
-def _require_same(path: Path, settings: dict[str, Any]) -> None:
-  """Writes the settings of a folder of shards, or finds them there.
-
-  Raises:
-    ValueError: its shards were made otherwise.
-  """
-  if not path.exists():
-    with replacing(path) as temporary:
-      temporary.write_text(json.dumps(settings), encoding='utf-8')
-  if (found := json.loads(path.read_text(encoding='utf-8'))) != settings:
-    raise ValueError(f'The shards in {path.parent} were made with {found}, not with {settings}. Choose another --out.')
 
 
 def _commit() -> str | None:
