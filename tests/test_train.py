@@ -25,7 +25,7 @@ from eagle_jax.train import run as whole_run
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.loop import begin, borrow, train
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
-from eagle_jax.train.shards import Example
+from eagle_jax.train.shards import Data, Example
 from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
 from killing import run_killed, run_to_the_end, same
 
@@ -310,8 +310,6 @@ def test_the_schedule_counts_updates():
 
   np.testing.assert_allclose(rates(4), rates(1), rtol=1e-3)
   assert 0 < rates(4)[-1] < 0.1 * max(rates(4))
-  with pytest.raises(ValueError, match='num_accumulated is 4; a divisor of num_steps, 6, is needed'):
-    dataclasses.replace(RECIPE, num_accumulated=4)
 
 
 class Killed(Exception):
@@ -377,14 +375,37 @@ def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
     run(config=dataclasses.replace(DRAFTER, ffn_width=48))
 
 
-def test_a_drafter_to_begin_with_is_the_configured_one(target, tmp_path, monkeypatch):
-  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
-  monkeypatch.setattr('eagle_jax.train.run.train', lambda *_, **__: pytest.fail('it trains'))
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({}, 'not what DRAFTER describes: norm_eps 1e-05, not 1e-06[.] Give DRAFTER'),
+    ({'DRAFTER': dataclasses.replace(DRAFTER, width=24)}, 'for another target .*: width 24 instead of 16'),
+    ({'DATA': {'a': Data(1), 'b': Data(1, stores_features=False)}}, "stores_features is {'a': True, 'b': False}; one"),
+    ({'DATA': {}}, 'one kind of data at least'),
+  ],
+)
+def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path, monkeypatch, changes, message):
   theirs = dataclasses.replace(DRAFTER, norm_eps=1e-5, name='other')
   save_drafter(Drafter(theirs, Eagle(theirs).init_params(jax.random.key(0))), tmp_path / 'other')
-  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {}, 'RECIPE': RECIPE}
-  with pytest.raises(ValueError, match='not what DRAFTER describes: norm_eps 1e-05, not 1e-06[.] Give DRAFTER'):
-    whole_run.run(config, tmp_path, prompts=None, initial=str(tmp_path / 'other'))
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
+  monkeypatch.setattr('eagle_jax.train.run.make_conversations', lambda *_: pytest.fail('the target is asked'))
+  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': Data(1)}, 'RECIPE': RECIPE}
+  with pytest.raises(ValueError, match=message):
+    whole_run.run({**config, **changes}, tmp_path / 'out', prompts=None, initial=str(tmp_path / 'other'))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'num_rows': 0, 'chunk_places': -1}, "at least 1: {'num_rows': 0, 'chunk_places': -1}"),
+    ({'num_places': 40, 'chunk_places': 12}, 'num_places is 40 and chunk_places 12; chunk_places must divide'),
+    ({'num_places': 1000, 'chunk_places': 256}, 'num_places is 1000 and chunk_places 256'),
+    ({'num_accumulated': 4}, 'num_accumulated is 4; a divisor of num_steps, 6, is needed'),
+  ],
+)
+def test_a_recipe_is_checked(changes, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(RECIPE, **changes)
 
 
 def test_a_trained_drafter_is_accepted_more(target, tmp_path):

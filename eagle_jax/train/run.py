@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from eagle_jax.config import DrafterConfig
+from eagle_jax.config import DrafterConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
@@ -26,7 +26,7 @@ from eagle_jax.train.checkpoint import differences, require_same
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
-from eagle_jax.train.shards import Example, make_conversations, make_shards, read_shard
+from eagle_jax.train.shards import Data, Example, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
 
 log = logging.getLogger('eagle_jax')
@@ -62,12 +62,15 @@ def run(
     Held-out metrics of the best step; see `loop.train`.
 
   Raises:
-    ValueError: too few conversations, a folder with another run in it, or an `initial` that cannot be trained.
+    ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, too few conversations, a folder with
+      another run in it, or an `initial` that is not what DRAFTER describes.
   """
   if variant is not None and variant not in (variants := config.get('VARIANTS', {})):
     raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
   config = {**config, **(config['VARIANTS'][variant] if variant else {})}
+  _require_one_place_of_features(config['DATA'])
   target = load_target(config['TARGET'], mesh=mesh)
+  require_match(config['DRAFTER'], target.config)
   first = _first_weights(initial, target, config['DRAFTER']) if initial else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   data = _gather(target, config, out / 'shards', prompts, prompts_hash)
@@ -87,6 +90,12 @@ def run(
     num_traced=config.get('NUM_TRACED', 16),
     progress=True,
   )
+
+
+def _require_one_place_of_features(data: Mapping[str, Data]) -> None:
+  stored = {name: kind.stores_features for name, kind in data.items()}
+  if len({*stored.values()}) != 1:
+    raise ValueError(f'DATA: stores_features is {stored}; one kind of data at least, and one value for all, is needed.')
 
 
 def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:

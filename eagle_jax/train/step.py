@@ -51,11 +51,19 @@ class Recipe:
   feature_noise: float = 0.1  # half-width of the uniform noise on input features
   remat: bool = False  # recompute the layer in the backward pass: less memory, more time
   dtype: str = 'float32'  # of the layer's work; parameters, scores and losses are float32
-  chunk_places: int = 256  # places a row whose logits exist at one time
+  chunk_places: int = 256  # places a row whose logits exist at one time; divides num_places, or is no smaller
   seed: int = 0
 
   def __post_init__(self):
-    if self.num_accumulated < 1 or self.num_steps % self.num_accumulated:
+    counts = ('num_steps', 'num_rows', 'num_places', 'num_accumulated', 'chunk_places')
+    if bad := {name: getattr(self, name) for name in counts if getattr(self, name) < 1}:
+      raise ValueError(f'Recipe: these must be at least 1: {bad}.')
+    if self.num_places > self.chunk_places and self.num_places % self.chunk_places:
+      raise ValueError(
+        f'Recipe: num_places is {self.num_places} and chunk_places {self.chunk_places}; chunk_places must divide '
+        'num_places, or be no smaller.'
+      )
+    if self.num_steps % self.num_accumulated:
       raise ValueError(
         f'Recipe: num_accumulated is {self.num_accumulated}; a divisor of num_steps, {self.num_steps}, is needed: '
         'the last update takes as many batches as the others.'
