@@ -22,7 +22,7 @@ flags.DEFINE_string('variant', None, 'One of the VARIANTS of the configuration.'
 flags.DEFINE_string('initial', None, 'Drafter to begin with: a shipped name or a folder. Without: a fresh one.')
 flags.DEFINE_integer('report_every', 100, 'Steps between two evaluations, with a checkpoint each.', lower_bound=1)
 flags.DEFINE_integer('num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.')
-flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load nothing.')
+flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load no weights.')
 
 
 def main(_):

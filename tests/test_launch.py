@@ -73,6 +73,32 @@ def test_bad_input_to_training(flags, complaint):
   assert 'Traceback' not in done.stderr
 
 
+CONFIGURATION = """
+from eagle_jax.config import DrafterConfig
+from eagle_jax.train.shards import Data
+from eagle_jax.train.step import Objective, Recipe
+TARGET = {target!r}
+DRAFTER = DrafterConfig(vocab_size=11, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64)
+DATA = {{'short': Data(num_shards=1)}}
+RECIPE = Recipe(num_steps=2, num_rows=2, num_places=32)
+"""
+
+
+def configuration(path, files):
+  path.write_text(CONFIGURATION.format(target=files[0].removeprefix('--target=')), encoding='utf-8')
+  return path
+
+
+def test_a_dry_run_needs_the_target_s_configuration_alone(files, tmp_path):
+  done = launch('train', f'--config={configuration(tmp_path / "tiny.py", files)}', '--dry_run')
+  assert done.returncode == 0, done.stderr
+  sizes = json.loads(done.stdout)
+  # Features are stored: of the target there are embedding and head, and no layers.
+  drafter_bytes = 4 * sum(x.size for x in jax.tree.leaves(Eagle(DRAFTER).init_params(jax.random.key(0))))
+  batch_bytes = 2 * 32 * (6 * 4 + 2 * 32)
+  assert sizes['arguments'] == pytest.approx(3 * drafter_bytes + batch_bytes + 4 * (2 * 11 * 32 + 11), rel=0.01)
+
+
 def test_a_target_without_tokenizer_refuses_text(files):
   done = launch('generate', *files, '--prompt=hello')
   assert done.returncode == 2

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from eagle_jax.config import DrafterConfig, require_match
+from eagle_jax.config import DrafterConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.hub import load_drafter, load_target
+from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.sharding import param_shardings, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.checkpoint import differences, require_same
@@ -161,16 +161,20 @@ def _commit() -> str | None:
 
 
 def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
-  """Compiles the training step for the shapes alone, and says what it would take; nothing is loaded or allocated.
+  """Compiles the training step for the shapes alone, and says what it would take; no weights are loaded or allocated.
 
   Args:
-    config: as for `run`; TARGET is a `TargetConfig`.
+    config: as for `run`; TARGET may also be a `TargetConfig`, and without DATA features are computed in the step.
     mesh: of the devices to compile for.
 
   Returns:
     Bytes a device: `arguments` (parameters, optimizer, batch), `temporaries`, `total`; and `num_devices`.
   """
   target_config, drafter_config, recipe = config['TARGET'], config['DRAFTER'], config['RECIPE']
+  if not isinstance(target_config, TargetConfig):
+    target_config = read_target_config(target_config)
+  require_match(drafter_config, target_config)
+  is_stored = any(kind.stores_features for kind in config.get('DATA', {}).values())
   dtype = jnp.dtype(recipe.dtype)
   network, reader = Eagle(drafter_config, dtype), TransformerTarget(target_config, dtype)
 
@@ -180,9 +184,10 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     target = reader.init_params(jax.random.key(0))
     num_ids = drafter_config.draft_vocab_size or drafter_config.vocab_size
     head_UD = jnp.zeros((num_ids, target_config.width), dtype)
-    frozen = Frozen(target['embed']['weight'], head_UD, jnp.zeros(target_config.vocab_size, jnp.int32), target)
+    row_of_V = jnp.zeros(target_config.vocab_size, jnp.int32)
+    frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if is_stored else target)
     places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)
-    feature = jnp.zeros((recipe.num_rows, recipe.num_places, 0), jnp.bfloat16)
+    feature = jnp.zeros((*places.shape, target_config.width if is_stored else 0), jnp.bfloat16)
     return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
 
   state, frozen, packed = jax.eval_shape(shapes)
@@ -195,7 +200,8 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     )
   ]
   with using(mesh):
-    compiled = train_step.lower(*placed, network=network, recipe=recipe, target=reader).compile()
+    static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': None if is_stored else reader}
+    compiled = train_step.lower(*placed, **static).compile()
   memory: Any = compiled.memory_analysis()
   total = (
     memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
