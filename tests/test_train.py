@@ -391,7 +391,9 @@ def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path
   monkeypatch.setattr('eagle_jax.train.run.make_conversations', lambda *_: pytest.fail('the target is asked'))
   config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': Data(1)}, 'RECIPE': RECIPE}
   with pytest.raises(ValueError, match=message):
-    whole_run.run({**config, **changes}, tmp_path / 'out', prompts=None, initial=str(tmp_path / 'other'))
+    whole_run.run(
+      {**config, **changes}, tmp_path / 'out', shards=tmp_path / 'shards', prompts=None, initial=str(tmp_path / 'other')
+    )
 
 
 @pytest.mark.parametrize(

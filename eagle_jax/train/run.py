@@ -38,8 +38,8 @@ def run(
   config: Mapping[str, Any],
   out: Path,
   *,
+  shards: Path,
   prompts: str | None,
-  variant: str | None = None,
   initial: str | None = None,
   mesh: Mesh | None = None,
   report_every: int = 100,
@@ -48,11 +48,11 @@ def run(
   """Makes the shards that are missing, then trains, or goes on where a run in this folder stopped.
 
   Args:
-    config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps VARIANTS, by
-      name what each has otherwise, and NUM_TRACED, held-out examples for the tree's tau. See configs/.
+    config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps NUM_TRACED,
+      held-out examples for the tree's tau. See `read_configuration`.
     out: run folder.
+    shards: folder of the shards, which variants share.
     prompts: file of conversations; None lets the target ask itself.
-    variant: train this one of VARIANTS, in a folder of its name, on the shards that all share.
     initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
     mesh: where to run; None for a single device.
     report_every: steps between two evaluations, with a checkpoint each.
@@ -65,15 +65,12 @@ def run(
     ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, too few conversations, a folder with
       another run in it, or an `initial` that is not what DRAFTER describes.
   """
-  if variant is not None and variant not in (variants := config.get('VARIANTS', {})):
-    raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
-  config = {**config, **(config['VARIANTS'][variant] if variant else {})}
   _require_one_place_of_features(config['DATA'])
   target = load_target(config['TARGET'], mesh=mesh)
   require_match(config['DRAFTER'], target.config)
   first = _first_weights(initial, target, config['DRAFTER']) if initial else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
-  data = _gather(target, config, out / 'shards', prompts, prompts_hash)
+  data = _gather(target, config, shards, prompts, prompts_hash)
   origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
   log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
   return train(
@@ -82,7 +79,7 @@ def run(
     data.examples,
     data.held_out,
     config['RECIPE'],
-    out / variant if variant else out,
+    out,
     initial=first,
     origin=origin,
     provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data)},
