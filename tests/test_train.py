@@ -227,6 +227,8 @@ def test_masks_of_started_and_reachable_chains():
     [0, 0, 1, 1, 0, 0, 1, 1],
     [0, 0, 0, 1, 0, 0, 0, 1],
   ]
+  alone = packed._replace(sequence=np.zeros((1, 8), np.int32))  # and none before it: a chain does not begin at its end
+  assert started(alone, 3)[2, 0].tolist() == [0, 0, 0, 1, 0, 1, 0, 1]
   is_hit_dBL = jnp.array([[[1, 0, 1, 1, 1]], [[1, 1, 1, 0, 1]], [[1, 1, 1, 1, 1]]], bool)
   assert reachable(is_hit_dBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
 
@@ -242,6 +244,8 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
   params = {**state.params, 'embed': frozen.embed}
   packed = pack([[e] for e in examples], num_places=32)
   metrics = evaluate(params, frozen, packed, network=network, recipe=RECIPE)
+  leaky = dataclasses.replace(RECIPE, objective=Objective(is_leaky=True))
+  assert evaluate(params, frozen, packed, network=network, recipe=leaky) == metrics  # drafting leaks nothing
   hits, starts = np.zeros(3), np.zeros(3)
   for e in examples:
     packed, feature_DL = pack([[e]], num_places=32), jnp.pad(jnp.float32(e.feature).T, ((0, 0), (0, 8)))
@@ -253,6 +257,23 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
       starts[:steps] += 1
   assert hits[0] > hits[1] > hits[2] > 0
   np.testing.assert_allclose([metrics[f'chain_{step}'] for step in range(3)], hits / starts, rtol=1e-5)
+
+
+def test_each_step_has_noise_of_its_own_and_later_draft_steps_weigh_less(target):
+  examples = answered(6, 24, 1.0)
+  network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  recipe = dataclasses.replace(RECIPE, objective=Objective(cross_entropy=0.0, num_steps=3, step_decay=0.5))
+  packed = pack([[e] for e in examples], num_places=32)
+
+  def metrics_at(step):
+    state = begin(network.init_params(jax.random.key(0)), recipe, None)._replace(step=jnp.int32(step))
+    return train_step(state, frozen, packed, network=network, recipe=recipe)[1]
+
+  first, again, later = (metrics_at(step) for step in (0, 0, 1))
+  assert first['loss'] == again['loss'] != later['loss']
+  of_steps = [first[f'regression_{step}'] * started(packed, 3)[step].mean() for step in range(3)]
+  expected = np.dot(of_steps, [4 / 7, 2 / 7, 1 / 7]) / packed.weight.mean()
+  np.testing.assert_allclose(first['loss'], expected, rtol=1e-5)
 
 
 def test_features_computed_in_the_step_train_as_stored_ones(target):
