@@ -23,6 +23,7 @@ from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
+from eagle_jax.train.flops import step_flops
 from eagle_jax.train.loop import begin, borrow, train
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
 from eagle_jax.train.shards import Data, Example
@@ -331,6 +332,18 @@ def test_the_schedule_counts_updates():
 
   np.testing.assert_allclose(rates(4), rates(1), rtol=1e-3)
   assert 0 < rates(4)[-1] < 0.1 * max(rates(4))
+
+
+def test_flops_by_hand():
+  drafter = 2 * 16 * 16 + 6 * 8 * 16 + 3 * 16 * 32 + 2 * 8 * 32  # fc, q k v o, feed-forward, attention to half of 32
+  layer, head, num_places = drafter - 2 * 16 * 16, 31 * 16, 2 * 32
+  recipe = dataclasses.replace(RECIPE, objective=Objective(num_steps=3))
+  stored = 2 * num_places * (3 * 3 * drafter + (1 + 3 * 2) * head)
+  assert step_flops(DRAFTER, recipe, num_ids=31, reader=None) == stored
+  assert step_flops(DRAFTER, recipe, num_ids=31, reader=CONFIG) == stored + 2 * num_places * layer
+  mixture = dataclasses.replace(CONFIG, num_layers=2, num_experts=8, experts_per_token=2)
+  computed = 2 * num_places * 2 * (layer + 3 * 16 * 32)
+  assert step_flops(DRAFTER, recipe, num_ids=31, reader=mixture) == stored + computed
 
 
 class Killed(Exception):

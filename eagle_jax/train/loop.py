@@ -92,7 +92,8 @@ def train(
     )
     traced = with_features(target, held_out[:num_traced])
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
-    meter = Meter(config, recipe, frozen, first=first, progress=progress)
+    flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
+    meter = Meter(recipe, flops, first=first, progress=progress)
     with (
       metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
       metrics_log(folder / 'held_out.csv', first_step=first + 1) as log_held_out,
@@ -232,10 +233,16 @@ def _floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
 class Meter:
   """Counts tokens and time, and shows them."""
 
-  def __init__(self, config: DrafterConfig, recipe: Recipe, frozen: Frozen, *, first: int, progress: bool):
+  def __init__(self, recipe: Recipe, flops: float, *, first: int, progress: bool):
+    """
+    Args:
+      recipe: how many steps, and their dtype.
+      flops: of a step.
+      first: steps that were done before.
+      progress: show a bar.
+    """
     self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not progress)
-    self._flops = step_flops(config, recipe, num_ids=frozen.head.shape[0])
-    self._peak = flops_per_s(recipe.dtype)
+    self._flops, self._peak = flops, flops_per_s(recipe.dtype)
     self._shown: dict[str, str] = {}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0
 
