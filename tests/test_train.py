@@ -24,7 +24,7 @@ from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.loop import begin, borrow, train
+from eagle_jax.train.loop import begin, borrow, evaluate_all, train
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
 from eagle_jax.train.shards import Data, Example
 from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
@@ -244,9 +244,9 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
     state, _ = train_step(state, frozen, packed, network=network, recipe=recipe)
   params = {**state.params, 'embed': frozen.embed}
   packed = pack([[e] for e in examples], num_places=32)
-  metrics = evaluate(params, frozen, packed, network=network, recipe=RECIPE)
+  metrics, weight = evaluate(params, frozen, packed, network=network, recipe=RECIPE)
   leaky = dataclasses.replace(RECIPE, objective=Objective(is_leaky=True))
-  assert evaluate(params, frozen, packed, network=network, recipe=leaky) == metrics  # drafting leaks nothing
+  assert evaluate(params, frozen, packed, network=network, recipe=leaky)[0] == metrics  # drafting leaks nothing
   hits, starts = np.zeros(3), np.zeros(3)
   for e in examples:
     packed, feature_DL = pack([[e]], num_places=32), jnp.pad(jnp.float32(e.feature).T, ((0, 0), (0, 8)))
@@ -258,6 +258,19 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
       starts[:steps] += 1
   assert hits[0] > hits[1] > hits[2] > 0
   np.testing.assert_allclose([metrics[f'chain_{step}'] for step in range(3)], hits / starts, rtol=1e-5)
+  assert [weight[f'chain_{step}'] for step in range(3)] == starts.tolist()
+
+
+def test_held_out_metrics_are_means_over_the_places_of_all_batches(target):
+  """Texts of different lengths, each a batch of its own: few places of the short one are left at later steps."""
+  long, short = answered(2, 24, 1.0)
+  short = short._replace(token=short.token[:6], is_answer=short.is_answer[:6], feature=short.feature[:5])
+  static = {'network': Eagle(DRAFTER), 'target': None}
+  params, frozen = Eagle(DRAFTER).init_params(jax.random.key(0)), borrow(target, DRAFTER, [long])[0]
+  expected, _ = evaluate(params, frozen, pack([[long], [short]], num_places=24), recipe=RECIPE, **static)
+  recipe = dataclasses.replace(RECIPE, num_rows=1, num_places=24)
+  found = evaluate_all(params, frozen, [long, short], None, recipe=recipe, **static)
+  np.testing.assert_allclose([found[name] for name in expected], [*expected.values()], rtol=1e-5)
 
 
 def test_each_step_has_noise_of_its_own_and_later_draft_steps_weigh_less(target):

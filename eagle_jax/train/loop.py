@@ -1,5 +1,6 @@
 """Training a drafter from the target's own answers: a loop that can be killed at any moment and goes on as if not."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -214,15 +215,14 @@ def evaluate_all(
   `chain_tau` is 1 + the expected accepted tokens of a greedily drafted chain of `NUM_CHAIN`, from every place of the
   text alike.
   """
-  total: dict[str, float] = {}
+  total, count = collections.Counter[str](), collections.Counter[str]()
   rows = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
   for packed in batches(held_out, **rows, seed=0, num_epochs=1):
-    metrics = _floats(evaluate(params, frozen, place(packed, mesh), network=network, recipe=recipe, target=target))
-    weight = metrics.pop('weight')
-    for name, value in {**metrics, 'weight': 1.0}.items():
-      total[name] = total.get(name, 0.0) + value * weight
-  weight = max(total.pop('weight'), 1.0)
-  means = {name: value / weight for name, value in total.items()}
+    metrics, weight = evaluate(params, frozen, place(packed, mesh), network=network, recipe=recipe, target=target)
+    weight = _floats(weight)
+    total.update({name: value * weight[name] for name, value in _floats(metrics).items()})
+    count.update(weight)
+  means = {name: value / max(count[name], 1) for name, value in total.items()}
   return {BEST_BY: 1 + sum(means[f'chain_{step}'] for step in range(NUM_CHAIN)), **means}
 
 

@@ -220,9 +220,10 @@ def train_step(
 @functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'))
 def evaluate(
   params, frozen: Frozen, packed: Packed, *, network: Eagle, recipe: Recipe, target: TransformerTarget | None = None
-) -> dict[str, jax.Array]:
-  """Metrics of a batch without noise, for `NUM_CHAIN` steps; `weight` is how many places counted."""
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+  """Metrics of a batch without noise, for `NUM_CHAIN` steps, and for each how many places it is the mean of."""
   objective = dataclasses.replace(recipe.objective, num_steps=NUM_CHAIN, is_leaky=False)
   plain = dataclasses.replace(recipe, objective=objective, feature_noise=0.0)
   metrics = loss_and_metrics(params, frozen, packed, jax.random.key(0), network=network, target=target, recipe=plain)[1]
-  return metrics | {'weight': packed.weight.sum()}
+  weight_d = started(packed, NUM_CHAIN).sum(axis=(1, 2))
+  return metrics, {name: weight_d[0 if name == 'loss' else int(name.rpartition('_')[2])] for name in metrics}
