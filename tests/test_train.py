@@ -443,6 +443,21 @@ def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path
     )
 
 
+def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
+  """To the run folder, which is not resumed with others, and to the drafter's provenance."""
+  told = {}
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
+  monkeypatch.setattr('eagle_jax.train.run._gather', lambda *_: whole_run._Gathered([], [], {}))
+  monkeypatch.setattr('eagle_jax.train.run.train', lambda *_, **how: told.update(how))
+  save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(0))), tmp_path / 'first')
+  config = {'TARGET': 'x', 'DRAFTER': dataclasses.replace(DRAFTER, draft_vocab_size=9, name='new'), 'RECIPE': RECIPE}
+  first = str(tmp_path / 'first')
+  whole_run.run({**config, 'DATA': {'a': Data(1)}}, tmp_path, shards=tmp_path, prompts=None, initial=first)
+  assert told['origin'] == {'initial': first, 'data': {'a': repr(Data(1))}}
+  assert told['provenance'].items() >= told['origin'].items()
+  assert told['initial'].config == DRAFTER
+
+
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
