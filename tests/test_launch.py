@@ -16,6 +16,7 @@ from eagle_jax import hub
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.train.configuration import read_configuration
 from eagle_jax.weights import naming
 from tiny_files import TINY, random_tensors, write_gguf
 
@@ -70,6 +71,7 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):
     ([f'--config={ROOT}/configs/smollm2_eagle2.py'], '--out is missing'),
     ([f'--config={ROOT}/configs/smollm2_ablation.py', '--out=x', '--variant=none'], "Unknown variant 'none'"),
     (['--config=no/such/file'], 'No such file or directory'),
+    ([f'--config={ROOT}/configs/llama3_8b_eagle2.py', '--out=x'], 'TARGET is a TargetConfig; a str is needed'),
     ([f'--config={ROOT}/README.md'], 'README.md'),
   ],
 )
@@ -78,6 +80,62 @@ def test_bad_input_to_training(flags, complaint):
   assert done.returncode == 2
   assert complaint in done.stderr
   assert 'Traceback' not in done.stderr
+
+
+CONFIGURATION = """
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.train.shards import Data
+from eagle_jax.train.step import Objective, Recipe
+TARGET = {target!r}
+DRAFTER = DrafterConfig(vocab_size=11, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64)
+DATA = {{'short': Data(num_shards=1)}}
+RECIPE = Recipe(num_steps=2, num_rows=2, num_places=32)
+"""
+
+
+def configuration(path, target='smollm2-135m-instruct', more=''):
+  path.write_text(CONFIGURATION.format(target=target) + more, encoding='utf-8')
+  return str(path)
+
+
+@pytest.mark.parametrize(
+  ('more', 'variant', 'message'),
+  [
+    ('del RECIPE', None, 'RECIPE is missing; a Recipe is needed'),
+    ('del DATA', None, 'DATA is missing; a dict is needed'),
+    ('DRAFTER = {}', None, 'DRAFTER is a dict; a DrafterConfig is needed'),
+    ('TARGET = TargetConfig(11, 32, 1, 4, 2, 8, 64, 128)', None, 'TARGET is a TargetConfig; a str is needed'),
+    ('Recipe(steps=1)', None, "keyword argument 'steps'. The fields of Recipe are num_steps, num_rows, .*seed[.]"),
+    ('Objective(top=1)', None, "'top'. The fields of Objective are regression, "),
+    ('Data()', None, "'num_shards'. The fields of Data are num_shards, "),
+    ('Recipe(num_steps=0)', None, "these must be at least 1: {'num_steps': 0}"),
+    ('VARIANTS = {"x": {"RECIPES": RECIPE}}', 'x', "variant 'x' has .'RECIPES'.; TARGET, .* may be in one"),
+    ('VARIANTS = {"x": {}}', 'y', "Unknown variant 'y'; the configuration has .'x'."),
+  ],
+)
+def test_a_configuration_says_what_is_wrong_with_it(tmp_path, more, variant, message):
+  path = configuration(tmp_path / 'own.py', more=more)
+  with pytest.raises(ValueError, match=f'own.py: .*{message}'):
+    read_configuration(path, variant)
+
+
+def test_a_variant_is_the_configuration_but_for_its_changes(tmp_path):
+  path = configuration(tmp_path / 'own.py', more='VARIANTS = {"x": {"NUM_TRACED": 3}}')
+  plain, variant = read_configuration(path), read_configuration(path, 'x')
+  assert plain.keys() == {'TARGET', 'DRAFTER', 'DATA', 'RECIPE'}
+  assert variant == {**plain, 'NUM_TRACED': 3}
+
+
+def test_a_dry_run_needs_the_target_s_configuration_alone(files, tmp_path):
+  done = launch(
+    'train', f'--config={configuration(tmp_path / "own.py", files[0].removeprefix("--target="))}', '--dry_run'
+  )
+  assert done.returncode == 0, done.stderr
+  sizes = json.loads(done.stdout)
+  # Features are stored: of the target there are embedding and head, and no layers.
+  drafter_bytes = 4 * sum(x.size for x in jax.tree.leaves(Eagle(DRAFTER).init_params(jax.random.key(0))))
+  batch_bytes = 2 * 32 * (6 * 4 + 2 * 32)
+  assert sizes['arguments'] == pytest.approx(3 * drafter_bytes + batch_bytes + 4 * (2 * 11 * 32 + 11), rel=0.01)
 
 
 def test_a_target_without_tokenizer_refuses_text(files):

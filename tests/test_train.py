@@ -18,13 +18,15 @@ from eagle_jax.decode import generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import Chain
-from eagle_jax.hub import load_drafter
+from eagle_jax.hub import load_drafter, save_drafter
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train import losses
+from eagle_jax.train import run as whole_run
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
-from eagle_jax.train.loop import begin, borrow, train
+from eagle_jax.train.flops import step_flops
+from eagle_jax.train.loop import begin, borrow, evaluate_all, train
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
-from eagle_jax.train.shards import Example
+from eagle_jax.train.shards import Data, Example
 from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
 from killing import run_killed, run_to_the_end, same
 
@@ -226,6 +228,8 @@ def test_masks_of_started_and_reachable_chains():
     [0, 0, 1, 1, 0, 0, 1, 1],
     [0, 0, 0, 1, 0, 0, 0, 1],
   ]
+  alone = packed._replace(sequence=np.zeros((1, 8), np.int32))  # and none before it: a chain does not begin at its end
+  assert started(alone, 3)[2, 0].tolist() == [0, 0, 0, 1, 0, 1, 0, 1]
   is_hit_dBL = jnp.array([[[1, 0, 1, 1, 1]], [[1, 1, 1, 0, 1]], [[1, 1, 1, 1, 1]]], bool)
   assert reachable(is_hit_dBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
 
@@ -240,7 +244,9 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
     state, _ = train_step(state, frozen, packed, network=network, recipe=recipe)
   params = {**state.params, 'embed': frozen.embed}
   packed = pack([[e] for e in examples], num_places=32)
-  metrics = evaluate(params, frozen, packed, network=network, recipe=RECIPE)
+  metrics, weight = evaluate(params, frozen, packed, network=network, recipe=RECIPE)
+  leaky = dataclasses.replace(RECIPE, objective=Objective(is_leaky=True))
+  assert evaluate(params, frozen, packed, network=network, recipe=leaky)[0] == metrics  # drafting leaks nothing
   hits, starts = np.zeros(3), np.zeros(3)
   for e in examples:
     packed, feature_DL = pack([[e]], num_places=32), jnp.pad(jnp.float32(e.feature).T, ((0, 0), (0, 8)))
@@ -252,6 +258,36 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
       starts[:steps] += 1
   assert hits[0] > hits[1] > hits[2] > 0
   np.testing.assert_allclose([metrics[f'chain_{step}'] for step in range(3)], hits / starts, rtol=1e-5)
+  assert [weight[f'chain_{step}'] for step in range(3)] == starts.tolist()
+
+
+def test_held_out_metrics_are_means_over_the_places_of_all_batches(target):
+  """Texts of different lengths, each a batch of its own: few places of the short one are left at later steps."""
+  long, short = answered(2, 24, 1.0)
+  short = short._replace(token=short.token[:6], is_answer=short.is_answer[:6], feature=short.feature[:5])
+  static = {'network': Eagle(DRAFTER), 'target': None}
+  params, frozen = Eagle(DRAFTER).init_params(jax.random.key(0)), borrow(target, DRAFTER, [long])[0]
+  expected, _ = evaluate(params, frozen, pack([[long], [short]], num_places=24), recipe=RECIPE, **static)
+  recipe = dataclasses.replace(RECIPE, num_rows=1, num_places=24)
+  found = evaluate_all(params, frozen, [long, short], None, recipe=recipe, **static)
+  np.testing.assert_allclose([found[name] for name in expected], [*expected.values()], rtol=1e-5)
+
+
+def test_each_step_has_noise_of_its_own_and_later_draft_steps_weigh_less(target):
+  examples = answered(6, 24, 1.0)
+  network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  recipe = dataclasses.replace(RECIPE, objective=Objective(cross_entropy=0.0, num_steps=3, step_decay=0.5))
+  packed = pack([[e] for e in examples], num_places=32)
+
+  def metrics_at(step):
+    state = begin(network.init_params(jax.random.key(0)), recipe, None)._replace(step=jnp.int32(step))
+    return train_step(state, frozen, packed, network=network, recipe=recipe)[1]
+
+  first, again, later = (metrics_at(step) for step in (0, 0, 1))
+  assert first['loss'] == again['loss'] != later['loss']
+  of_steps = [first[f'regression_{step}'] * started(packed, 3)[step].mean() for step in range(3)]
+  expected = np.dot(of_steps, [4 / 7, 2 / 7, 1 / 7]) / packed.weight.mean()
+  np.testing.assert_allclose(first['loss'], expected, rtol=1e-5)
 
 
 def test_features_computed_in_the_step_train_as_stored_ones(target):
@@ -273,19 +309,54 @@ def test_features_computed_in_the_step_train_as_stored_ones(target):
 def test_remat_and_accumulation_change_no_gradient(target, objective):
   examples = answered(6, 24, 1.0)
   network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  first, second = [examples[0]], [examples[1]]
+  one, other, both = (pack(rows, num_places=32) for rows in ([first], [second], [first, second]))
 
-  def after(recipe, num_batches):
+  def after(recipe, *packed):
     state = begin(network.init_params(jax.random.key(0)), recipe, None)
-    stream = batches(examples, num_rows=recipe.num_rows, num_places=32, seed=0)
-    for _ in range(num_batches):
-      state, _ = train_step(state, frozen, next(stream), network=network, recipe=recipe)
-    return state.params
+    for batch in packed:
+      state, _ = train_step(state, frozen, batch, network=network, recipe=recipe)
+    return state
 
-  recipe = dataclasses.replace(RECIPE, objective=objective, num_rows=1, feature_noise=0.0, warmup_steps=0)
+  recipe = dataclasses.replace(RECIPE, objective=objective, clip_norm=1e3, feature_noise=0.0, warmup_steps=0)
+  accumulating = dataclasses.replace(recipe, num_accumulated=2)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
-  jax.tree.map(close, after(recipe, 1), after(dataclasses.replace(recipe, remat=True), 1))
-  one = after(dataclasses.replace(recipe, num_accumulated=2), 1)
-  jax.tree.map(np.testing.assert_array_equal, one, network.init_params(jax.random.key(0)))  # no update yet
+  jax.tree.map(close, after(recipe, one).params, after(dataclasses.replace(recipe, remat=True), one).params)
+  no_update = after(accumulating, one).params
+  jax.tree.map(np.testing.assert_array_equal, no_update, network.init_params(jax.random.key(0)))
+  # Both texts are of one length, so the gradient of the joint batch is the mean of theirs. Adam's step hardly depends
+  # on its size; its moments do.
+  ours, expected = after(accumulating, one, other), after(recipe, both)
+  jax.tree.map(close, (ours.params, ours.optimizer.inner_opt_state), (expected.params, expected.optimizer))
+
+
+def test_the_schedule_counts_updates():
+  """Adam's step along a constant gradient is the learning rate."""
+
+  def rates(num_accumulated):
+    counts = {'num_steps': 8 * num_accumulated, 'warmup_steps': 2 * num_accumulated, 'num_accumulated': num_accumulated}
+    optimizer = Recipe(**counts, weight_decay=0.0).optimizer()
+    param, state, made = jnp.zeros(1), optimizer.init(jnp.zeros(1)), []
+    for _ in range(counts['num_steps']):
+      with jax.numpy_dtype_promotion('standard'):
+        update, state = optimizer.update(jnp.ones(1), state, param)
+      made.append(-float(update[0]))
+    return made[num_accumulated - 1 :: num_accumulated]
+
+  np.testing.assert_allclose(rates(4), rates(1), rtol=1e-3)
+  assert 0 < rates(4)[-1] < 0.1 * max(rates(4))
+
+
+def test_flops_by_hand():
+  drafter = 2 * 16 * 16 + 6 * 8 * 16 + 3 * 16 * 32 + 2 * 8 * 32  # fc, q k v o, feed-forward, attention to half of 32
+  layer, head, num_places = drafter - 2 * 16 * 16, 31 * 16, 2 * 32
+  recipe = dataclasses.replace(RECIPE, objective=Objective(num_steps=3))
+  stored = 2 * num_places * (3 * 3 * drafter + (1 + 3 * 2) * head)
+  assert step_flops(DRAFTER, recipe, num_ids=31, reader=None) == stored
+  assert step_flops(DRAFTER, recipe, num_ids=31, reader=CONFIG) == stored + 2 * num_places * layer
+  mixture = dataclasses.replace(CONFIG, num_layers=2, num_experts=8, experts_per_token=2)
+  computed = 2 * num_places * 2 * (layer + 3 * 16 * 32)
+  assert step_flops(DRAFTER, recipe, num_ids=31, reader=mixture) == stored + computed
 
 
 class Killed(Exception):
@@ -320,12 +391,85 @@ def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
   assert run(tmp_path / 'whole') == expected  # nothing left to do
 
 
-def test_a_run_of_another_drafter_is_not_resumed(target, tmp_path):
+def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
   examples = answered(12, 24, 1.0)
-  train(target, DRAFTER, examples[:10], examples[10:], RECIPE, tmp_path)
-  wider = dataclasses.replace(DRAFTER, ffn_width=48)
+
+  def run(config=DRAFTER, recipe=RECIPE, **origin):
+    train(target, config, examples[:10], examples[10:], recipe, tmp_path, origin=origin)
+
+  monkeypatch.setattr('eagle_jax.train.loop.train_step', None)
+  with pytest.raises(TypeError):
+    run(recipe=dataclasses.replace(RECIPE, num_rows=4))  # fails before the first checkpoint
+  monkeypatch.undo()
+  run(initial=None)
+  begun = (tmp_path / 'settings.json').read_bytes()
+  run(initial=None)
+  other_objective = dataclasses.replace(RECIPE, objective=Objective(top_k=3))
+  for changed, message in (
+    ({'config': dataclasses.replace(DRAFTER, rope_theta=5e5)}, 'drafter.rope_theta 10000.0, not 500000.0[.]'),
+    (
+      {'recipe': dataclasses.replace(RECIPE, num_steps=8, seed=1)},
+      'num_steps 6, not 8; recipe.seed 0, not 1',
+    ),
+    ({'recipe': other_objective}, 'objective.top_k 10, not 3[.] Go on with .*another --out'),
+    ({'initial': 'runs/x/drafter'}, "initial None, not 'runs/x/drafter'"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      run(**{'initial': None, **changed})
+  assert (tmp_path / 'settings.json').read_bytes() == begun
+  (tmp_path / 'settings.json').unlink()
   with pytest.raises(ValueError, match='another drafter or optimizer'):
-    train(target, wider, examples[:10], examples[10:], RECIPE, tmp_path)
+    run(config=dataclasses.replace(DRAFTER, ffn_width=48))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({}, 'not what DRAFTER describes: norm_eps 1e-05, not 1e-06[.] Give DRAFTER'),
+    ({'DRAFTER': dataclasses.replace(DRAFTER, width=24)}, 'for another target .*: width 24 instead of 16'),
+    ({'DATA': {'a': Data(1), 'b': Data(1, stores_features=False)}}, "stores_features is {'a': True, 'b': False}; one"),
+    ({'DATA': {}}, 'one kind of data at least'),
+  ],
+)
+def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path, monkeypatch, changes, message):
+  theirs = dataclasses.replace(DRAFTER, norm_eps=1e-5, name='other')
+  save_drafter(Drafter(theirs, Eagle(theirs).init_params(jax.random.key(0))), tmp_path / 'other')
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
+  monkeypatch.setattr('eagle_jax.train.run.make_conversations', lambda *_: pytest.fail('the target is asked'))
+  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': Data(1)}, 'RECIPE': RECIPE}
+  with pytest.raises(ValueError, match=message):
+    whole_run.run(
+      {**config, **changes}, tmp_path / 'out', shards=tmp_path / 'shards', prompts=None, initial=str(tmp_path / 'other')
+    )
+
+
+def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
+  """To the run folder, which is not resumed with others, and to the drafter's provenance."""
+  told = {}
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
+  monkeypatch.setattr('eagle_jax.train.run._gather', lambda *_: whole_run._Gathered([], [], {}))
+  monkeypatch.setattr('eagle_jax.train.run.train', lambda *_, **how: told.update(how))
+  save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(0))), tmp_path / 'first')
+  config = {'TARGET': 'x', 'DRAFTER': dataclasses.replace(DRAFTER, draft_vocab_size=9, name='new'), 'RECIPE': RECIPE}
+  first = str(tmp_path / 'first')
+  whole_run.run({**config, 'DATA': {'a': Data(1)}}, tmp_path, shards=tmp_path, prompts=None, initial=first)
+  assert told['origin'] == {'initial': first, 'data': {'a': repr(Data(1))}}
+  assert told['provenance'].items() >= told['origin'].items()
+  assert told['initial'].config == DRAFTER
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'num_rows': 0, 'chunk_places': -1}, "at least 1: {'num_rows': 0, 'chunk_places': -1}"),
+    ({'num_places': 40, 'chunk_places': 12}, 'num_places is 40 and chunk_places 12; chunk_places must divide'),
+    ({'num_places': 1000, 'chunk_places': 256}, 'num_places is 1000 and chunk_places 256'),
+    ({'num_accumulated': 4}, 'num_accumulated is 4; a divisor of num_steps, 6, is needed'),
+  ],
+)
+def test_a_recipe_is_checked(changes, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(RECIPE, **changes)
 
 
 def test_a_trained_drafter_is_accepted_more(target, tmp_path):

@@ -1,10 +1,12 @@
-"""What a training run leaves in its folder as it goes: checkpoints, and metrics as CSV and for TensorBoard."""
+"""What a training run leaves in its folder as it goes: settings, checkpoints, metrics as CSV and for TensorBoard."""
 
 import contextlib
 import csv
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,27 @@ from eagle_jax.train.step import TrainState
 from eagle_jax.weights.files import replacing
 
 log = logging.getLogger('eagle_jax')
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+  """Every name with another value, and both values; '' if there is none."""
+  names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+  return '; '.join(f'{name} {then.get(name)!r}, not {now.get(name)!r}' for name in names)
+
+
+def require_same(path: Path, settings: Mapping[str, Any]) -> None:
+  """Writes the settings that a folder is made with, or finds them there.
+
+  Raises:
+    ValueError: it was begun with others.
+  """
+  if not path.exists():
+    with replacing(path) as temporary:
+      temporary.write_text(json.dumps(settings), encoding='utf-8')
+  if wrong := differences(json.loads(path.read_text(encoding='utf-8')), settings):
+    raise ValueError(
+      f'{path.parent} was begun otherwise: {wrong}. Go on with what it was begun with, or choose another --out.'
+    )
 
 
 class Checkpoints:

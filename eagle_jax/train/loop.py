@@ -1,5 +1,6 @@
 """Training a drafter from the target's own answers: a loop that can be killed at any moment and goes on as if not."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from eagle_jax.hub import save_drafter
 from eagle_jax.sharding import mesh_of, param_shardings, partition, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
-from eagle_jax.train.checkpoint import Checkpoints, metrics_log
+from eagle_jax.train.checkpoint import Checkpoints, metrics_log, require_same
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.replay import trace
@@ -40,6 +41,7 @@ def train(
   folder: Path,
   *,
   initial: Drafter | None = None,
+  origin: Mapping[str, Any] | None = None,
   provenance: Mapping[str, Any] | None = None,
   report_every: int = 100,
   num_traced: int = 0,
@@ -54,6 +56,7 @@ def train(
     recipe: optimizer and losses.
     folder: for checkpoints, metrics and the drafter.
     initial: weights to begin with; None for fresh ones.
+    origin: what else decides the run, such as where its examples come from; of strings, numbers and dicts.
     provenance: goes into the drafter's folder, with step and metrics.
     report_every: steps between two evaluations with a checkpoint each: what a kill loses at most.
     num_traced: held-out examples whose answers each evaluation decodes anew, for `tree_tau`: see `replay.trace`.
@@ -63,7 +66,7 @@ def train(
     Held-out metrics of the best step: those of `evaluate_all`, and `tree_tau` if anything is traced.
 
   Raises:
-    ValueError: the folder holds a run of another drafter or optimizer.
+    ValueError: the folder holds a run of another drafter, recipe or origin.
   """
   mesh = mesh_of(target.params)
   network = Eagle(config, jnp.dtype(recipe.dtype))
@@ -73,6 +76,10 @@ def train(
   with using(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
     params = initial_params(Eagle(config), frozen.embed, examples, recipe.seed) if initial is None else initial.params
     state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
+    path = folder / 'settings.json'
+    if checkpoints.is_empty:  # as good as not begun: one that failed may be tried with other settings
+      path.unlink(missing_ok=True)
+    require_same(path, {**settings(config, recipe), **(origin or {})})
     if not checkpoints.is_empty:
       state = checkpoints.restore(state)
     first = int(state.step)
@@ -86,7 +93,8 @@ def train(
     )
     traced = with_features(target, held_out[:num_traced])
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
-    meter = Meter(config, recipe, frozen, first=first, progress=progress)
+    flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
+    meter = Meter(recipe, flops, first=first, progress=progress)
     with (
       metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
       metrics_log(folder / 'held_out.csv', first_step=first + 1) as log_held_out,
@@ -110,6 +118,13 @@ def train(
     best, metrics = checkpoints.restore_best(state)
     outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
+
+
+def settings(config: DrafterConfig, recipe: Recipe) -> dict[str, Any]:
+  """All fields of a run, by dotted names."""
+  fields = {'drafter': dataclasses.asdict(config), 'recipe': dataclasses.asdict(recipe)}
+  fields['objective'] = fields['recipe'].pop('objective')
+  return {f'{part}.{name}': value for part, values in fields.items() for name, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +215,14 @@ def evaluate_all(
   `chain_tau` is 1 + the expected accepted tokens of a greedily drafted chain of `NUM_CHAIN`, from every place of the
   text alike.
   """
-  total: dict[str, float] = {}
+  total, count = collections.Counter[str](), collections.Counter[str]()
   rows = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
   for packed in batches(held_out, **rows, seed=0, num_epochs=1):
-    metrics = _floats(evaluate(params, frozen, place(packed, mesh), network=network, recipe=recipe, target=target))
-    weight = metrics.pop('weight')
-    for name, value in {**metrics, 'weight': 1.0}.items():
-      total[name] = total.get(name, 0.0) + value * weight
-  weight = max(total.pop('weight'), 1.0)
-  means = {name: value / weight for name, value in total.items()}
+    metrics, weight = evaluate(params, frozen, place(packed, mesh), network=network, recipe=recipe, target=target)
+    weight = _floats(weight)
+    total.update({name: value * weight[name] for name, value in _floats(metrics).items()})
+    count.update(weight)
+  means = {name: value / max(count[name], 1) for name, value in total.items()}
   return {BEST_BY: 1 + sum(means[f'chain_{step}'] for step in range(NUM_CHAIN)), **means}
 
 
@@ -219,10 +233,16 @@ def _floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
 class Meter:
   """Counts tokens and time, and shows them."""
 
-  def __init__(self, config: DrafterConfig, recipe: Recipe, frozen: Frozen, *, first: int, progress: bool):
+  def __init__(self, recipe: Recipe, flops: float, *, first: int, progress: bool):
+    """
+    Args:
+      recipe: how many steps, and their dtype.
+      flops: of a step.
+      first: steps that were done before.
+      progress: show a bar.
+    """
     self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not progress)
-    self._flops = step_flops(config, recipe, num_ids=frozen.head.shape[0])
-    self._peak = flops_per_s(recipe.dtype)
+    self._flops, self._peak = flops, flops_per_s(recipe.dtype)
     self._shown: dict[str, str] = {}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0
 

@@ -15,19 +15,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from eagle_jax.config import DrafterConfig
+from eagle_jax.config import DrafterConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.hub import load_drafter, load_target
+from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.sharding import param_shardings, using
 from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.checkpoint import differences, require_same
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
-from eagle_jax.train.shards import Example, make_conversations, make_shards, read_shard
+from eagle_jax.train.shards import Data, Example, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
-from eagle_jax.weights.files import replacing
 
 log = logging.getLogger('eagle_jax')
 
@@ -38,8 +38,8 @@ def run(
   config: Mapping[str, Any],
   out: Path,
   *,
+  shards: Path,
   prompts: str | None,
-  variant: str | None = None,
   initial: str | None = None,
   mesh: Mesh | None = None,
   report_every: int = 100,
@@ -48,11 +48,11 @@ def run(
   """Makes the shards that are missing, then trains, or goes on where a run in this folder stopped.
 
   Args:
-    config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps VARIANTS, by
-      name what each has otherwise, and NUM_TRACED, held-out examples for the tree's tau. See configs/.
+    config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps NUM_TRACED,
+      held-out examples for the tree's tau. See `read_configuration`.
     out: run folder.
+    shards: folder of the shards, which variants share.
     prompts: file of conversations; None lets the target ask itself.
-    variant: train this one of VARIANTS, in a folder of its name, on the shards that all share.
     initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
     mesh: where to run; None for a single device.
     report_every: steps between two evaluations, with a checkpoint each.
@@ -62,15 +62,16 @@ def run(
     Held-out metrics of the best step; see `loop.train`.
 
   Raises:
-    ValueError: too few conversations, a folder with another run in it, or an `initial` that cannot be trained.
+    ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, too few conversations, a folder with
+      another run in it, or an `initial` that is not what DRAFTER describes.
   """
-  if variant is not None and variant not in (variants := config.get('VARIANTS', {})):
-    raise ValueError(f'Unknown variant {variant!r}; the configuration has {sorted(variants)}.')
-  config = {**config, **(config['VARIANTS'][variant] if variant else {})}
+  _require_one_place_of_features(config['DATA'])
   target = load_target(config['TARGET'], mesh=mesh)
-  first = _first_weights(initial, target) if initial else None
+  require_match(config['DRAFTER'], target.config)
+  first = _first_weights(initial, target, config['DRAFTER']) if initial else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
-  data = _gather(target, config, out / 'shards', prompts, prompts_hash)
+  data = _gather(target, config, shards, prompts, prompts_hash)
+  origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
   log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
   return train(
     target,
@@ -78,19 +79,32 @@ def run(
     data.examples,
     data.held_out,
     config['RECIPE'],
-    out / variant if variant else out,
+    out,
     initial=first,
-    provenance={'command': command, 'prompts_sha256': prompts_hash, 'initial': initial, **_provenance(config, data)},
+    origin=origin,
+    provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data)},
     report_every=report_every,
     num_traced=config.get('NUM_TRACED', 16),
     progress=True,
   )
 
 
-def _first_weights(name: str, target: Target) -> Drafter:
+def _require_one_place_of_features(data: Mapping[str, Data]) -> None:
+  stored = {name: kind.stores_features for name, kind in data.items()}
+  if len({*stored.values()}) != 1:
+    raise ValueError(f'DATA: stores_features is {stored}; one kind of data at least, and one value for all, is needed.')
+
+
+def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:
   drafter = load_drafter(name, target)
   if not isinstance(drafter.config, DrafterConfig):
     raise ValueError(f'Drafter {name!r} is an EAGLE-3 head; training begins with an EAGLE-1/2 one, or with none.')
+  free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
+  if wrong := differences(dataclasses.asdict(drafter.config) | free, dataclasses.asdict(config)):
+    raise ValueError(
+      f'Drafter {name!r} is not what DRAFTER describes: {wrong}. Give DRAFTER these values, or begin with another '
+      '--initial or with none.'
+    )
   return drafter
 
 
@@ -110,7 +124,7 @@ def _gather(
   for name, data in config['DATA'].items():
     own, refused = folder / name, collections.Counter[str]()
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
-    _require_same(own / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)})
+    require_same(own / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)})
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     paths = tqdm(make_shards(target, source, own, data, refused), total=data.num_shards, desc=f'shards: {name}')
     examples = [example for path in paths for example in read_shard(path)]
@@ -126,26 +140,12 @@ def _provenance(config: Mapping[str, Any], data: _Gathered) -> dict[str, Any]:
   return {
     'commit': _commit(),
     'target': config['TARGET'],
-    'data': {name: repr(kind) for name, kind in config['DATA'].items()},
     'recipe': repr(config['RECIPE']),
     'num_examples': len(data.examples),
     'num_answer_tokens': int(sum(example.is_answer.sum() for example in data.examples)),
     'not_used': data.not_used,
     **ran_on(),
   }
-
-
-def _require_same(path: Path, settings: dict[str, Any]) -> None:
-  """Writes the settings of a folder of shards, or finds them there.
-
-  Raises:
-    ValueError: its shards were made otherwise.
-  """
-  if not path.exists():
-    with replacing(path) as temporary:
-      temporary.write_text(json.dumps(settings), encoding='utf-8')
-  if (found := json.loads(path.read_text(encoding='utf-8'))) != settings:
-    raise ValueError(f'The shards in {path.parent} were made with {found}, not with {settings}. Choose another --out.')
 
 
 def _commit() -> str | None:
@@ -158,16 +158,20 @@ def _commit() -> str | None:
 
 
 def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
-  """Compiles the training step for the shapes alone, and says what it would take; nothing is loaded or allocated.
+  """Compiles the training step for the shapes alone, and says what it would take; no weights are loaded or allocated.
 
   Args:
-    config: as for `run`; TARGET is a `TargetConfig`.
+    config: as for `run`; TARGET may also be a `TargetConfig`, and without DATA features are computed in the step.
     mesh: of the devices to compile for.
 
   Returns:
     Bytes a device: `arguments` (parameters, optimizer, batch), `temporaries`, `total`; and `num_devices`.
   """
   target_config, drafter_config, recipe = config['TARGET'], config['DRAFTER'], config['RECIPE']
+  if not isinstance(target_config, TargetConfig):
+    target_config = read_target_config(target_config)
+  require_match(drafter_config, target_config)
+  is_stored = any(kind.stores_features for kind in config.get('DATA', {}).values())
   dtype = jnp.dtype(recipe.dtype)
   network, reader = Eagle(drafter_config, dtype), TransformerTarget(target_config, dtype)
 
@@ -177,9 +181,10 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     target = reader.init_params(jax.random.key(0))
     num_ids = drafter_config.draft_vocab_size or drafter_config.vocab_size
     head_UD = jnp.zeros((num_ids, target_config.width), dtype)
-    frozen = Frozen(target['embed']['weight'], head_UD, jnp.zeros(target_config.vocab_size, jnp.int32), target)
+    row_of_V = jnp.zeros(target_config.vocab_size, jnp.int32)
+    frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if is_stored else target)
     places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)
-    feature = jnp.zeros((recipe.num_rows, recipe.num_places, 0), jnp.bfloat16)
+    feature = jnp.zeros((*places.shape, target_config.width if is_stored else 0), jnp.bfloat16)
     return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
 
   state, frozen, packed = jax.eval_shape(shapes)
@@ -192,7 +197,8 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     )
   ]
   with using(mesh):
-    compiled = train_step.lower(*placed, network=network, recipe=recipe, target=reader).compile()
+    static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': None if is_stored else reader}
+    compiled = train_step.lower(*placed, **static).compile()
   memory: Any = compiled.memory_analysis()
   total = (
     memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

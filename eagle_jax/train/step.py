@@ -38,7 +38,7 @@ class Objective:
 class Recipe:
   """How a drafter is trained. Static in the step."""
 
-  num_steps: int
+  num_steps: int  # batches; an update takes `num_accumulated` of them
   num_rows: int = 4  # packed rows a step: the global batch
   num_places: int = 512  # tokens a packed row
   objective: Objective = Objective()
@@ -51,13 +51,29 @@ class Recipe:
   feature_noise: float = 0.1  # half-width of the uniform noise on input features
   remat: bool = False  # recompute the layer in the backward pass: less memory, more time
   dtype: str = 'float32'  # of the layer's work; parameters, scores and losses are float32
-  chunk_places: int = 256  # places a row whose logits exist at one time
+  chunk_places: int = 256  # places a row whose logits exist at one time; divides num_places, or is no smaller
   seed: int = 0
 
+  def __post_init__(self):
+    counts = ('num_steps', 'num_rows', 'num_places', 'num_accumulated', 'chunk_places')
+    if bad := {name: getattr(self, name) for name in counts if getattr(self, name) < 1}:
+      raise ValueError(f'Recipe: these must be at least 1: {bad}.')
+    if self.num_places > self.chunk_places and self.num_places % self.chunk_places:
+      raise ValueError(
+        f'Recipe: num_places is {self.num_places} and chunk_places {self.chunk_places}; chunk_places must divide '
+        'num_places, or be no smaller.'
+      )
+    if self.num_steps % self.num_accumulated:
+      raise ValueError(
+        f'Recipe: num_accumulated is {self.num_accumulated}; a divisor of num_steps, {self.num_steps}, is needed: '
+        'the last update takes as many batches as the others.'
+      )
+
   def optimizer(self) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipping by norm, on averaged gradients."""
-    warmup = min(self.warmup_steps, self.num_steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, warmup, self.num_steps)
+    """AdamW with warm-up, cosine decay and clipping by norm, on averaged gradients. Its schedule counts updates."""
+    num_updates = self.num_steps // self.num_accumulated
+    warmup = min(self.warmup_steps // self.num_accumulated, num_updates // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, warmup, num_updates)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=self.weight_decay)
     chain = optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
     if self.num_accumulated == 1:
@@ -204,9 +220,10 @@ def train_step(
 @functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'))
 def evaluate(
   params, frozen: Frozen, packed: Packed, *, network: Eagle, recipe: Recipe, target: TransformerTarget | None = None
-) -> dict[str, jax.Array]:
-  """Metrics of a batch without noise, for `NUM_CHAIN` steps; `weight` is how many places counted."""
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+  """Metrics of a batch without noise, for `NUM_CHAIN` steps, and for each how many places it is the mean of."""
   objective = dataclasses.replace(recipe.objective, num_steps=NUM_CHAIN, is_leaky=False)
   plain = dataclasses.replace(recipe, objective=objective, feature_noise=0.0)
   metrics = loss_and_metrics(params, frozen, packed, jax.random.key(0), network=network, target=target, recipe=plain)[1]
-  return metrics | {'weight': packed.weight.sum()}
+  weight_d = started(packed, NUM_CHAIN).sum(axis=(1, 2))
+  return metrics, {name: weight_d[0 if name == 'loss' else int(name.rpartition('_')[2])] for name in metrics}
