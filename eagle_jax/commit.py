@@ -11,7 +11,7 @@ from eagle_jax.verify import Verdict
 
 
 def is_eos(token: jax.Array, limits: Limits) -> jax.Array:
-  """bool, of the tokens' shape. Tokens are real ones, so NO_TOKEN in an unused EOS slot never matches."""
+  """bool, of the tokens' shape. NO_TOKEN matches an unused EOS slot: ask of tokens that may be emitted alone."""
   return jnp.any(token[..., None] == limits.eos.reshape((1,) * token.ndim + (-1,)), axis=-1)
 
 

@@ -131,11 +131,15 @@ class Tokenizer:
     return self.backend.get_vocab_size()
 
   @property
+  def special_ids(self) -> frozenset[int]:
+    """Tokens that decode to no text."""
+    return frozenset(number for number, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+  @property
   def essential_ids(self) -> list[int]:
     """Special tokens and single digits: a draft vocabulary that counts tokens of some texts must not miss them."""
-    special = [number for number, token in self.backend.get_added_tokens_decoder().items() if token.special]
     digits = [self.backend.token_to_id(digit) for digit in '0123456789']
-    return sorted({*special, *(number for number in digits if number is not None)})
+    return sorted({*self.special_ids, *(number for number in digits if number is not None)})
 
   @property
   def has_chat_template(self) -> bool:
@@ -272,6 +276,7 @@ class Detokenizer:
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
+    self._left_out = tokenizer.special_ids  # so a raw byte before one is still the last
     self._reset()
 
   def _reset(self) -> None:
@@ -281,7 +286,7 @@ class Detokenizer:
 
   def push(self, ids: Iterable[int]) -> str:
     """Takes the next ids and returns the text that is now certain."""
-    self._open_ids += ids
+    self._open_ids += (number for number in ids if number not in self._left_out)
     if not self._open_ids or self._tokenizer.is_raw_byte(self._open_ids[-1]):
       return ''
     text = self._open_text()
