@@ -37,6 +37,8 @@ NUM_NEW = 40
 class Bytes:
   """A tokenizer of bytes, many of which are no UTF-8 by themselves."""
 
+  special_ids: frozenset[int] = frozenset()
+
   def encode_prompt(self, text: str) -> list[int]:
     return [byte % 97 for byte in text.encode()]
 
