@@ -158,7 +158,15 @@ def test_a_flag_that_would_be_ignored_is_refused():
   assert "Unknown command line flag 'temperature'" in done.stderr
 
 
-def test_an_interrupt_is_one_line_and_exit_code_130(tmp_path):
+@pytest.fixture
+def interruptible():
+  """A process in the background ignores interrupts, and so would its children."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(interruptible, tmp_path):
   pipe = tmp_path / 'prompts'
   os.mkfifo(pipe)
   with started('generate', f'--batch_file={pipe}') as process, open(pipe, 'w', encoding='utf-8'):  # waits for a reader
