@@ -40,18 +40,27 @@ def commit(state: DecodeState, verdict: Verdict, rows: NewRows, followed: Any, *
 
   num_tokens_B = state.num_tokens + emitted_B
   is_over_B = (num_tokens_B >= state.limits.max_new_tokens) | is_eos(newest_B, state.limits)
-  write_row = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
   num_accepted_B1 = jnp.minimum(verdict.num_accepted, emitted_B)[:, None]  # an EOS in the path cuts the bonus too
   return state._replace(
     cache=append(state.cache, rows, emitted_B),
     drafter=spec.drafter.absorb(state.drafter, followed, emitted_B),
     root=jnp.where(state.is_done, state.root, newest_B),
-    text=write_row(state.text, verdict.token, state.cache.length + 1),
+    text=written(state.text, verdict.token, state.cache.length + 1),
     num_tokens=num_tokens_B,
-    num_accepted=write_row(state.num_accepted, num_accepted_B1, state.num_passes),
+    num_accepted=written(state.num_accepted, num_accepted_B1, state.num_passes),
     num_passes=state.num_passes + (~state.is_done).astype(jnp.int32),
     is_done=state.is_done | is_over_B,
   )
+
+
+def written(kept_BS: jax.Array, new_BP: jax.Array, start_B: jax.Array) -> jax.Array:
+  """[B, S], with P numbers of each row written at its own `start`.
+
+  Chosen place by place: update slices of many rows are a scatter, which XLA:TPU makes one row after the other.
+  """
+  index_BS = jnp.arange(kept_BS.shape[1])[None] - start_B[:, None]
+  is_new_BS = (index_BS >= 0) & (index_BS < new_BP.shape[1])
+  return jnp.where(is_new_BS, jnp.take_along_axis(new_BP, index_BS, axis=1, mode='clip'), kept_BS)
 
 
 def at_rows(taps: Any, row_BP: jax.Array) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.cache import append
+from eagle_jax.cache import filled
 from eagle_jax.commit import at_rows, is_eos
 from eagle_jax.draft import DraftNetwork
 from eagle_jax.request import integer_array, known_integers, require_valid_rows
@@ -153,7 +153,7 @@ def run_prefill(
   followed = drafter.follow(params.drafter, drafter.init(batch, 0), next_BL, taps)
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
-    cache=append(target.init_cache(batch, num_slots), rows, length_B),
+    cache=filled(rows, length_B, num_slots=num_slots),
     drafter=drafter.absorb(drafter.init(batch, num_slots), followed, length_B),
     root=root_B,
     text=jnp.pad(tokens_BL, ((0, 0), (0, num_slots + 1 - num_prompt))).at[jnp.arange(batch), length_B].set(root_B),

@@ -1,7 +1,7 @@
 """A request as users make it: put into token ids, and refused if it cannot be decoded, before any tracing."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -112,6 +112,7 @@ def is_known(*values: Any) -> bool:
 
 def known_integers(name: str, values: Any) -> Any:
   """`integers`; what is None or traced stays as it is."""
+  values = [*values] if isinstance(values, Iterator) else values
   return integers(name, values) if values is not None and is_known(values) else values
 
 

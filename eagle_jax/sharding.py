@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 RULES = {
@@ -86,21 +87,34 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
   return x if mesh.empty else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
-def on_each_device(
-  run: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[Sequence[str | None]]
-) -> jax.Array:
-  """A function of each device's own part, for what the compiler cannot split: kernels. Without a mesh, of the whole.
+def on_each_device(run: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[Sequence[str | None]]) -> Any:
+  """A function of each device's own part, for what the compiler cannot split. Without a mesh, of the whole.
 
   Args:
-    run: arrays -> an array of the first one's shape, which lies as that does.
-    arrays: what it takes.
-    axes: logical axes of each.
+    run: arrays -> what has the first one's shapes, and lies as that does.
+    arrays: what it takes, each an array or a pytree of arrays.
+    axes: logical axes of each, of all leaves of a pytree.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return run(*arrays)
-  specs = tuple(partition(names, x.shape, mesh) for names, x in zip(axes, arrays, strict=True))
+  specs = tuple(
+    jax.tree.map(lambda x, names=names: partition(names, x.shape, mesh), tree)
+    for names, tree in zip(axes, arrays, strict=True)
+  )
   return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+  """Keeps the last dimension of a device's part innermost in memory, which on a CPU it always is.
+
+  Call it `on_each_device`: of an array that a mesh splits, the whole would be gathered.
+  """
+
+  def constrained(x):
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+  return jax.lax.platform_dependent(x, cpu=lambda x: x, default=constrained)
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import pytest
 
 from eagle_jax.bench import compiled, described, shapes
 from eagle_jax.bench.compiled import ShapedPair
+from eagle_jax.bench.hlo import num_kernels
 from eagle_jax.draft.drafter import NoDrafter
 from eagle_jax.draft.policy import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.loop import decode_loop, decode_step
@@ -62,6 +63,26 @@ def test_smollm2_compiles(devices, policy, dtype):
 def test_a_mesh_of_gpus_compiles(devices, num_model, batch):
   mesh = make_mesh(devices, num_model=num_model)
   compile_loop(ShapedPair(*shapes.configs('tiny'), mesh, num_prompt=64, batch=batch), SMALL)
+
+
+def test_a_mesh_of_gpus_gathers_no_keys(devices):
+  """Each of four has the keys of its own head; a device's part of them, joined with new rows, stays its own."""
+  target, drafter = (dataclasses.replace(config, num_kv_heads=4) for config in shapes.configs('tiny'))
+  pair = ShapedPair(target, drafter, make_mesh(devices, num_model=4))
+  _, state = pair.prefill(pair.spec(SMALL))
+  hlo = pair.compile(decode_step, state, pair.spec(SMALL)).as_text()
+  gathered = re.findall(r'= (.*?) all-gather-start', hlo)
+  assert gathered
+  assert not [shape for shape in gathered if re.search(rf',{target.head_dim}\]', shape)]
+
+
+def test_a_commit_is_few_kernels_whatever_the_batch(devices):
+  def kernels(batch):
+    pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=batch)
+    _, state = pair.prefill(pair.spec(SMALL))
+    return num_kernels(pair.compile(decode_step, state, pair.spec(SMALL)).as_text())
+
+  assert kernels(32) < kernels(4) + 28  # row by row each further one would be six
 
 
 @pytest.mark.parametrize(('policy', 'drafter'), [(Plain(), NoDrafter()), (SMALL, None)])

@@ -51,3 +51,10 @@ def test_cycles():
 
 def test_kernels():
   assert num_kernels(LISTING) == 2 + 3  # what is copied ahead, and the fusions
+
+
+def test_kernels_of_a_loop_count_as_often_as_it_turns():
+  loop = '%looped = f32[16]{0} while(%fast), condition=%any, body=%adds'
+  counted = LISTING.replace('  ROOT %out', f'  {loop}, backend_config={{"known_trip_count":{{"n":"7"}}}}\n  ROOT %out')
+  assert num_kernels(counted) == 2 + 3 + 7
+  assert num_kernels(LISTING.replace('  ROOT %out', f'  {loop}\n  ROOT %out')) == 2 + 3

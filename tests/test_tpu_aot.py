@@ -5,9 +5,11 @@ Needs libtpu (extra: tpu), minutes on two cores, and prints its numbers with --l
     JAX_PLATFORMS=cpu python -m pytest -m tpu_aot tests/test_tpu_aot.py
 """
 
+import dataclasses
 import functools
 import logging
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,22 @@ def test_a_batch_with_one_new_row_each_compiles(devices):
   assert pair.compile(decode_step, state, pair.spec(Chain(2))).as_text().count(KERNEL) == 2 + 2
   plain = pair.compile(decode_step, state._replace(drafter=()), pair.spec(Plain(), NoDrafter()))
   assert plain.as_text().count(KERNEL) == 2
+
+
+@pytest.mark.parametrize('policy', [Plain(), DynamicTree(4, 4, 3, 12)])
+def test_a_batch_is_committed_in_place(devices, policy):
+  """The caches lie as the kernel reads them, and a row of all layers is taken from the new ones at once."""
+  target, drafter = shapes.configs('tiny')
+  target = dataclasses.replace(target, num_layers=12, num_kv_heads=4)
+  pair = ShapedPair(target, drafter, make_mesh(devices, num_model=2), num_prompt=64, batch=16)
+  spec = pair.spec(policy, NoDrafter() if isinstance(policy, Plain) else None)
+  _, state = pair.prefill(spec)
+  hlo = pair.compile(decode_loop, state, spec).as_text()
+  slots = f'bf16[8,2,{state.num_slots},{target.head_dim}]'
+  assert slots in hlo
+  assert not re.findall(rf'= {re.escape(slots)}\S* copy\(.*', hlo)  # ahead, into fast memory, they may be
+  sliced = re.findall(r'= bf16\[1,2,\d+,128\]\S* dynamic-slice\(', hlo)
+  assert len(sliced) < target.num_layers, 'a slice of each layer, for each row'
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ _INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)
 _ARRAY = re.compile(r'(\w+)\[([\d,]*)\](?:\{([^}]*)\})?')
 _NAME = re.compile(r'%([\w.-]+)')
 _CALLED = re.compile(r'calls=%?([\w.-]+)')
+_TURNS = re.compile(r'body=%?([\w.-]+).*"known_trip_count":\{"n":"(\d+)"')
 _ROWS = re.compile(r' (gather|dynamic-slice|dynamic-update-slice)\(')
 
 
@@ -36,9 +37,21 @@ def estimated_cycles(hlo: str) -> float:
 
 
 def num_kernels(hlo: str) -> int:
-  """Operations of a program's entry that run one after the other: on a GPU each is launched. Of loops, nothing."""
-  operations = (operation for _, _, operation, _ in _INSTRUCTION.findall(_entry(hlo)))
-  return sum(operation not in _STANDS_STILL and not operation.endswith('-done') for operation in operations)
+  """Operations that run one after the other: on a GPU each is launched.
+
+  A loop's are counted as often as it is known to turn; of one whose turns hang on data, nothing is.
+  """
+  bodies = dict(_COMPUTATION.findall(hlo))
+
+  def within(body: str) -> int:
+    number = 0
+    for _, _, operation, rest in _INSTRUCTION.findall(body):
+      if operation == 'while' and (turns := _TURNS.search(rest)):
+        number += int(turns[2]) * within(bodies[turns[1]])
+      number += operation not in _STANDS_STILL and not operation.endswith('-done')
+    return number
+
+  return within(_entry(hlo))
 
 
 def bytes_moved(hlo: str) -> float:

@@ -188,7 +188,7 @@ class Eagle:
     batch, width = shape_BW
     out_DR = self.read(params, out_DBW.reshape(out_DBW.shape[0], -1)).astype(params['head'].dtype)
     noise_UB = noise(jnp.broadcast_to(ids_U[:, None], (len(ids_U), batch)))
-    noise_UR = jnp.repeat(noise_UB, width, axis=1, total_repeat_length=batch * width)
+    noise_UR = jnp.repeat(noise_UB, width, axis=1)
     logits_UR = head_logits(params['head'], out_DR) + noise_UR
     logits_nR = logits_UR if evidence is None else self.weighed(params, logits_UR, out_DR, noise, evidence)
     log_p_RC, index_RC = jax.lax.top_k(jax.nn.log_softmax(logits_nR, axis=0).T, fanout)

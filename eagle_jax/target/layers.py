@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device
+from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device, row_major
 from eagle_jax.target import attention_tpu
 
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
@@ -224,7 +223,7 @@ class OverCache(NamedTuple):
 
     def behind(slots_BGSK, new_BGMK):
       both = slots_BGSK, jnp.pad(new_BGMK, ((0, 0), (0, 0), (0, filler), (0, 0)))
-      return with_layout_constraint(jnp.concatenate(both, axis=2), Layout((0, 1, 2, 3)))
+      return on_each_device(row_major, [jnp.concatenate(both, axis=2)], [CACHE_AXES])
 
     slots_BTS = jnp.broadcast_to(self.visible(), (B, T, self.keys.shape[2]))
     mask_BTN = jnp.concatenate([slots_BTS, jnp.pad(self.mask, ((0, 0), (0, 0), (0, filler)))], axis=2)
