@@ -116,10 +116,10 @@ def settle(
   require_loaded(target, drafter)
   if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
     costs = find_costs(target, drafter, batch=batch)
-  chosen = _resolve(policy, drafter, costs)
-  if drafter is not None and costs is not None:
-    drafter = drafter.first_ids(costs.num_ids)
-  return chosen, drafter, costs
+  chosen = _resolve(policy, target, drafter, costs, batch)
+  if drafter is None or costs is None:
+    return chosen, drafter, costs
+  return chosen, drafter.first_ids(costs.num_ids), costs.at_batch(batch)
 
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
@@ -147,18 +147,37 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
   return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}
 
 
-def _resolve(policy: str | TreePolicy, drafter: Drafter | None, costs: Costs | None) -> TreePolicy:
+def guessed_policy(batch: int, *, platform: str) -> TreePolicy:
+  """What probably pays where nothing was measured: few rows where a row costs much, the paper's tree where they are
+  nearly free, and for a batch as much of it as fits: rows are free until arithmetic takes as long as reading weights.
+
+  Args:
+    batch: rows on one device.
+    platform: 'cpu', 'gpu' or 'tpu'.
+  """
+  free_rows = 4 if platform == 'cpu' else 256
+  num_nodes = min(free_rows // batch, DynamicTree().num_nodes)
+  if num_nodes < 2:
+    return Plain()
+  return Chain(min(3, num_nodes - 1), lookup=True) if num_nodes < 16 else DynamicTree(num_nodes=num_nodes, lookup=True)
+
+
+def _resolve(
+  policy: str | TreePolicy, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int
+) -> TreePolicy:
   if policy == 'plain' or (policy == 'auto' and drafter is None):
     return Plain()
   if policy == 'auto' and costs is not None:
-    best = costs.policies[0]
+    best = costs.at_batch(batch).policies[0]
+    source = 'when measured' if costs.batch == batch else f'modelled for {batch} rows from a measured {costs.batch}'
     log.info(
-      'auto: %s, %.1f tokens/s when measured (%s, %s)', best.policy.describe(), best.tok_per_s, costs.device, costs.date
+      'auto: %s, %.1f tokens/s %s (%s, %s)', best.policy.describe(), best.tok_per_s, source, costs.device, costs.date
     )
     return best.policy
   if policy == 'auto':
-    # Few rows where a row costs much, the paper's tree where rows are nearly free.
-    guess = Chain(3, lookup=True) if jax.default_backend() == 'cpu' else DynamicTree(lookup=True)
+    mesh = mesh_of(target.params)
+    num_shards = 1 if mesh is None else mesh.shape.get('data', 1)
+    guess = guessed_policy(-(-batch // num_shards), platform=jax.default_backend())
     log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
     return guess
   if isinstance(policy, Adaptive) and costs is None:

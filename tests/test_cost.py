@@ -13,7 +13,7 @@ from eagle_jax import cost, decode, device
 from eagle_jax.bench import shapes, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.config import Eagle3Config
-from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between
+from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between, times_of_rows
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
 from eagle_jax.train.replay import Nodes, Traced, trace
@@ -55,6 +55,61 @@ def test_a_cycle_is_the_sum_of_its_parts():
   assert SHORT.cycle_ms(DynamicTree(2, 2, 3, 6)) == 17 + 1 + 2 * 3
   assert between({1: 10.0, 2: 11.0, 4: 13.0}, 6) == 15
   assert between({1: 7.0}, 6) == 7
+
+
+def test_rows_cost_as_many_nodes_but_a_cache_each():
+  near, far = times_of_rows(COSTS.times, 2)
+  assert near.verify_ms == pytest.approx({1: 9 + 2, 2: 9 + 4, 4: 15 + 8, 8: 27 + 12})
+  assert far.verify_ms == pytest.approx({1: 9 + 6, 2: 9 + 12, 4: 15 + 24, 8: 27 + 36})
+  assert (near.draft_ms, far.draft_ms) == ({1: pytest.approx(1 + 2)}, {1: pytest.approx(1 + 6)})
+  assert near.root_ms == pytest.approx(1.5)
+  assert near.target_bytes == Bytes(3000, 2000)
+  (alone,) = times_of_rows([SHORT], 2)
+  assert alone.verify_ms == {1: 11, 2: 13, 4: 21, 8: 37}
+
+
+def test_a_batch_waits_for_its_slowest_row():
+  shares = [cost.slowest_share(batch) for batch in (1, 2, 8, 64, 10**6)]
+  assert shares == sorted(shares, reverse=True)
+  assert shares[0] == 1
+  assert shares[1] == pytest.approx(1 - 0.35 * 0.56, abs=0.02)  # E[max of 2] = 1 / sqrt(pi)
+  assert shares[-1] == 0
+
+
+def test_a_tree_for_each_row_of_a_batch_must_pay():
+  assert COSTS.at_batch(1) is COSTS
+  pair = COSTS.at_batch(2)
+  assert [one.kind for one in pair.policies] == ['plain', 'chain', 'adaptive']
+  plain, chain, _ = (one.tok_per_s for one in pair.policies)
+  assert plain == pytest.approx(100 * 2 * 10 / 11)
+  assert chain == pytest.approx(plain * (1 + cost.slowest_share(2)) * 11 / (23 + 1.5 + 2 * 3))
+  assert (pair.batch, pair.speedup, pair.num_ids) == (2, 1, COSTS.num_ids)
+
+
+@pytest.mark.parametrize(('tau', 'best'), [(1.5, 'chain'), (1.06, 'plain')])
+def test_where_rows_are_free_a_batch_drafts_too(tau, best):
+  free = dataclasses.replace(SHORT, verify_ms=dict.fromkeys((1, 2, 4, 8), 10.0), root_ms=0.0, draft_ms={1: 0.0})
+  costs = dataclasses.replace(COSTS, times=(free,), policies=(Rate('plain', {}, 100.0, 1.0),))
+  costs = dataclasses.replace(costs, modelled=(Rate('chain', {'max_depth': 3}, 1.0, tau), *costs.policies))
+  assert costs.at_batch(4).policies[0].kind == best
+
+
+@pytest.mark.parametrize(
+  ('platform', 'batch', 'policy'),
+  [
+    ('cpu', 1, Chain(3, lookup=True)),
+    ('cpu', 2, Chain(1, lookup=True)),
+    ('cpu', 3, Plain()),
+    ('gpu', 1, DynamicTree(lookup=True)),
+    ('tpu', 4, DynamicTree(lookup=True)),
+    ('gpu', 16, DynamicTree(num_nodes=16, lookup=True)),
+    ('gpu', 64, Chain(3, lookup=True)),
+    ('tpu', 128, Chain(1, lookup=True)),
+    ('gpu', 1000, Plain()),
+  ],
+)
+def test_a_guess_is_smaller_for_a_batch(platform, batch, policy):
+  assert decode.guessed_policy(batch, platform=platform) == policy
 
 
 def economy(policy=COSTS.policies[0].policy, *, num_slots=100, temperature=0.0):
@@ -184,9 +239,11 @@ def test_auto_takes_what_was_fastest(here, caplog):
     assert 'a guess' in caplog.text
     cost.write(COSTS)
     params, spec = decode.build(target, drafter)
+    assert decode.build(target, drafter, batch=2)[1].policy == Plain()
   assert spec.policy == Adaptive(2, 2, 3, 6, smaller=(1, 2))
   np.testing.assert_allclose(params.economies.level_tokens, 2)
   assert '200.0 tokens/s when measured' in caplog.text
+  assert 'modelled for 2 rows from a measured 1' in caplog.text
   cost.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))  # plain decoding is the best of them
   assert decode.build(target, drafter)[1].policy == Plain()
 
@@ -194,7 +251,7 @@ def test_auto_takes_what_was_fastest(here, caplog):
 @pytest.mark.parametrize(('tok_per_s', 'work'), [(1e-6, (6, 3)), (1e9, (1, 1))])
 def test_an_adaptive_policy_does_what_pays_and_says_how_much(here, tok_per_s, work):
   fastest = dataclasses.replace(COSTS.policies[0], tok_per_s=tok_per_s)
-  costs = dataclasses.replace(COSTS, policies=(fastest, COSTS.policies[1]))
+  costs = dataclasses.replace(COSTS, batch=2, policies=(fastest, COSTS.policies[1]))
   out = decode.generate(tiny.target(), tiny.drafter(), [[1, 2, 3], [4]], max_new_tokens=9, costs=costs)
   assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == work
 
