@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.device import device_name
 from eagle_jax.draft.economy import Economies, Gains, Prices
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.weights.fetch import cache_folder
@@ -77,7 +76,7 @@ class Parts:
   dtype: str
   batch: int
   times: tuple[Times, ...]  # by the size of the cache, ascending
-  bytes_per_s: float  # measured, as are the next
+  bytes_per_s: float  # of all devices together, from what one was measured to do; so the next
   flops_per_s: float
   versions: dict[str, str]
   date: str
@@ -283,10 +282,9 @@ def _read(path: Path, modified: int) -> Costs | None:
     return None
 
 
-def find(*, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
+def find(*, device: str, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
   """What was measured here for the pair, at the nearest batch (see `Costs.at_batch`); else what is shipped for such a
   device; else None."""
-  device = device_name()
   for folder in (cache_folder() / 'costs', SHIPPED):
     stored = [read(path) for path in sorted(folder.glob('*.json'))]
     alike = [c for c in stored if c and (c.device, c.target, c.drafter, c.dtype) == (device, target, drafter, dtype)]

@@ -19,16 +19,18 @@ import numpy as np
 
 from eagle_jax.config import Eagle3Config, require_match
 from eagle_jax.cost import Costs, find
+from eagle_jax.device import device_name
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
+from eagle_jax.processes import require_same
 from eagle_jax.program import Program
 from eagle_jax.request import known_integers, require_loaded, require_valid, token_ids
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import mesh_of, param_sharding, using
+from eagle_jax.sharding import fetched, is_shared, mesh_of, param_sharding, put, using
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.text import Detokenizer
@@ -125,7 +127,8 @@ def settle(
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
   """What `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
   dtype = str(target.params['embed']['weight'].dtype)
-  return find(target=target.config.name, drafter=drafter.config.name, dtype=dtype, batch=batch)
+  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': dtype}
+  return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
 
 
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
@@ -134,7 +137,7 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
   mesh = mesh_of(target.params)
 
   def place(x, name):
-    return jax.device_put(x, None if mesh is None else param_sharding([name, 'weight'], x.shape, mesh))
+    return jax.device_put(x) if mesh is None else put(x, param_sharding([name, 'weight'], x.shape, mesh))
 
   own = drafter.params
   embed_VD = own.get('embed', target.params['embed'])['weight']
@@ -248,7 +251,7 @@ def generate(
     run, loop_compile_s = _LOOP.compile(params, state, spec=spec)
     start = time.perf_counter()
     state = run(params, state)
-    text_BS, root_B, num_accepted_BN, work = jax.device_get(
+    text_BS, root_B, num_accepted_BN, work = fetched(
       (state.text, state.cache.length, state.num_accepted, Work.of(state))
     )
     decode_s = time.perf_counter() - start
@@ -365,7 +368,7 @@ class Stream(Iterator[Chunk]):
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
     """What the newest step added, and whether it was the last."""
-    text_1S, (root,), num_accepted_1N, is_done, work = jax.device_get(
+    text_1S, (root,), num_accepted_1N, is_done, work = fetched(
       (state.text, state.cache.length, state.num_accepted, state.is_done, Work.of(state))
     )
     tokens = _newest(text_1S[0], root, work.num_tokens[0] - self._work.num_tokens[0])
@@ -386,6 +389,8 @@ def _request(
   params, spec = build(target, drafter, policy=policy, batch=len(ids), costs=costs)
   how |= {name: known_integers(name, how[name]) for name in ('row_ids', 'eos_ids')}
   require_valid(target.config, ids, **how)
+  if is_shared(mesh_of(target.params)):
+    require_same('The request', (ids, how, spec.policy.describe(), params.economies))
   tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
   sampling = Sampling.of(**{name: how.pop(name) for name in ('temperature', 'top_k', 'top_p', 'seed')})
   return params, spec, *prepare(params, tokens_BL, length_B, spec=spec, sampling=sampling, **how)

@@ -10,21 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 _TRIES = 5
 
 
-def device_name() -> str:
-  """Kind and number of devices; of a CPU, the number of its cores, which decides what rows cost."""
-  kind, count = jax.devices()[0].device_kind, jax.device_count()
+def device_name(mesh: Mesh | None = None) -> str:
+  """Kind of device; before it the sizes of a mesh; after it a CPU's number of cores, which decides what rows cost."""
+  kind = jax.devices()[0].device_kind
   cores = f'-{_num_cores()}cores' if jax.default_backend() == 'cpu' else ''
-  return f'{kind}{cores}' if count == 1 else f'{count}x{kind}{cores}'
+  return 'x'.join([*map(str, mesh.shape.values() if mesh else ()), f'{kind}{cores}'])
 
 
-def ran_on() -> dict[str, Any]:
+def ran_on(mesh: Mesh | None = None) -> dict[str, Any]:
   """What a number was measured with: `device`, and `versions` of the packages that it may hang on."""
   packages = 'eagle_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint'
-  return {'device': device_name(), 'versions': {name: version(name) for name in packages}}
+  return {'device': device_name(mesh), 'versions': {name: version(name) for name in packages}}
 
 
 def _num_cores() -> int | None:
@@ -43,20 +44,20 @@ def cpu_features() -> str:
 
 @functools.cache
 def flops_per_s(dtype: str) -> float:
-  """FLOPs a second of all devices together in a large matrix product, a multiply-add being two: the best of a few."""
+  """FLOPs a second of one device in a large matrix product, a multiply-add being two: the best of a few."""
   size = 1024 if jax.default_backend() == 'cpu' else 8192
   precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else jax.lax.Precision.DEFAULT
   product = jax.jit(functools.partial(jnp.matmul, precision=precision))
   square = jnp.ones((size, size), dtype)
-  return jax.device_count() * 2 * size**3 / _seconds(product, square, square)
+  return 2 * size**3 / _seconds(product, square, square)
 
 
 def bytes_per_s() -> float:
-  """Bytes a second that all devices together read from memory, in a product of a large matrix and a vector: the best of
-  a few. A plain decoding step is little else."""
+  """Bytes a second that one device reads from memory, in a product of a large matrix and a vector: the best of a few. A
+  plain decoding step is little else."""
   rows, columns = (2**16, 2**11) if jax.default_backend() == 'cpu' else (2**18, 2**12)  # 0.5 and 4 GiB
   matrix, vector = jnp.ones((rows, columns), jnp.float32), jnp.ones((columns, 1), jnp.float32)
-  return jax.device_count() * matrix.nbytes / _seconds(jax.jit(jnp.matmul), matrix, vector)
+  return matrix.nbytes / _seconds(jax.jit(jnp.matmul), matrix, vector)
 
 
 def _seconds(run: Callable, *args: Any) -> float:

@@ -5,6 +5,7 @@ where they are too few), the feed-forward width and the vocabulary (Megatron-LM,
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -72,6 +73,34 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
 def mesh_of(params: Any) -> Mesh | None:
   """The mesh that parameters live on, or None for a single device."""
   return getattr(getattr(jax.tree.leaves(params)[0], 'sharding', None), 'mesh', None)
+
+
+def is_shared(mesh: Mesh | None) -> bool:
+  """Whether several processes have devices in it: each then holds parts of the arrays there (see `processes`)."""
+  return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+  """An array that lies so. Of several processes, each comes with all of it, and puts the parts of its devices there."""
+  if sharding.is_fully_addressable or _is_parted(x):
+    return jax.device_put(x, sharding)
+  whole = np.asarray(x)
+  return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+
+
+def fetched(tree: Any) -> Any:
+  """A pytree's arrays in NumPy, whole in every process."""
+  parted = [x for x in jax.tree.leaves(tree) if _is_parted(x)]
+  return jax.device_get(_joined(tree, mesh=parted[0].sharding.mesh) if parted else tree)
+
+
+def _is_parted(x: Any) -> bool:
+  return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+@functools.partial(jax.jit, static_argnames='mesh')
+def _joined(tree: Any, *, mesh: Mesh) -> Any:
+  return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from eagle_jax.bench.measure import Bench
 from eagle_jax.bench.run import run
 from eagle_jax.bench.summary import markdown
 from eagle_jax.device import ran_on
+from eagle_jax.sharding import mesh_of
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(options)
@@ -43,8 +44,8 @@ def main(_):
   reports = {how.pop('temperature'): out}
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
-  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | how
-  setup |= {'policy': policy.describe(), 'draft_vocab_size': drafter and drafter.config.draft_vocab_size, **ran_on()}
+  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | how | ran_on(mesh_of(target.params))
+  setup |= {'policy': policy.describe(), 'draft_vocab_size': drafter and drafter.config.draft_vocab_size}
   bench = Bench(target, drafter, policy, how, FLAGS.num_repeats)
   for temperature, into in reports.items():
     summary = run(bench, asked, temperature, out / 'answers.jsonl', into, setup)

@@ -1,16 +1,31 @@
 """Flags that launchers share: which models."""
 
+import jax
 from absl import flags
 
 import eagle_jax
+from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
 flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name or a folder; empty for none.')
 flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Of parameters and caches.')
+flags.DEFINE_integer(
+  'num_model',
+  None,
+  'Devices that share one copy of the matrices; what others there are split the batch. Default: one device does all.',
+  lower_bound=1,
+)
+
+
+def mesh():
+  """Of all devices; None where one is to do all."""
+  if FLAGS.num_model is None and jax.process_count() > 1:
+    raise ValueError('Processes of a cluster share a model: say with --num_model how many devices hold one copy.')
+  return None if FLAGS.num_model is None else make_mesh(num_model=FLAGS.num_model)
 
 
 def models():
   """The target and its drafter, or None where none is wanted."""
-  target = eagle_jax.load_target(FLAGS.target, dtype=FLAGS.dtype)
+  target = eagle_jax.load_target(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh())
   return target, eagle_jax.load_drafter(FLAGS.drafter, target) if FLAGS.drafter else None

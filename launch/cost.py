@@ -2,9 +2,8 @@
 
 python launch/cost.py
 
-Times target passes over 1 to 64 nodes and drafter passes of 1 to 10 rows against what memory and arithmetic allow,
-traces candidates on questions, decodes with the best, and stores the result by device, pair, dtype and batch. With
---random_shape, times alone: python launch/cost.py --random_shape=llama3_8b --dtype=bfloat16 --context=1024 --batch=16
+Times target passes and drafter passes against what memory and arithmetic allow, traces candidates on questions, decodes
+with the best, and stores the result by device, pair, dtype and batch. Or --random_shape=llama3_8b: times alone.
 """
 
 import dataclasses
@@ -39,7 +38,8 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 def main(_):
   how = {'contexts': sorted({*FLAGS.context}), 'progress': functools.partial(tqdm, file=sys.stderr)}
   if FLAGS.random_shape:
-    measure = functools.partial(part_costs, *shapes.random_pair(FLAGS.random_shape, dtype=FLAGS.dtype), **how)
+    pair = shapes.random_pair(FLAGS.random_shape, dtype=FLAGS.dtype, mesh=common.mesh())
+    measure = functools.partial(part_costs, *pair, **how)
   else:
     asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
     target, drafter = common.models()

@@ -1,11 +1,14 @@
 """Writes text with a target and its drafter, then one line of statistics.
 
 python launch/generate.py --prompt "Explain why the sky is blue."
+
+A model too large for one device: --num_model=8 --dtype=bfloat16, and on a TPU pod --cluster=auto on all its hosts.
 """
 
 import json
 import sys
 
+import cluster
 import common
 import entry
 import options
@@ -16,6 +19,7 @@ from eagle_jax.text import read_prompts
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(options)  # so that --help explains them
+flags.adopt_module_key_flags(cluster)
 flags.DEFINE_string('prompt', None, 'The prompt.')
 flags.DEFINE_string('batch_file', None, 'One prompt a line, or JSON Lines with `prompt`; decoded as one batch.')
 flags.DEFINE_bool('stream', True, 'Show the text as it comes (a single --prompt, without --json).')
@@ -29,6 +33,7 @@ def requested_prompts():
 
 
 def main(_):
+  cluster.join()
   prompts = requested_prompts()
   how = options.requested()
   target, drafter = common.models()

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import cluster
 import entry
 from absl import flags
 
@@ -15,6 +16,7 @@ from eagle_jax.train import run
 from eagle_jax.train.configuration import read_configuration
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(cluster)
 flags.DEFINE_string('config', None, 'A file of configs/.', required=True)
 flags.DEFINE_string('prompts', None, 'Prompts or conversations, a line each; may be gzipped. Without: the target asks.')
 flags.DEFINE_string('out', None, 'Run folder: shards of answers, checkpoints, metrics, the drafter.')
@@ -26,6 +28,7 @@ flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and p
 
 
 def main(_):
+  cluster.join()
   config = read_configuration(FLAGS.config, FLAGS.variant, shapes_alone=FLAGS.dry_run)
   mesh = make_mesh(num_model=FLAGS.num_model)
   if FLAGS.dry_run:

@@ -44,7 +44,7 @@ PARTS = Parts(**{field.name: getattr(COSTS, field.name) for field in dataclasses
 def here(tmp_path, monkeypatch):
   """An empty cache folder, and a device called as in COSTS."""
   monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path))
-  monkeypatch.setattr(cost, 'device_name', lambda: 'x')
+  monkeypatch.setattr(decode, 'device_name', lambda mesh: 'x')
   return tmp_path
 
 
@@ -152,13 +152,14 @@ def test_thresholds_are_tokens_a_plain_step():
 
 
 def test_what_is_stored_is_found(here):
-  assert cost.find(target='target', drafter='drafter', dtype='float32', batch=1) is None
+  assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
   path = cost.write(COSTS)
   assert cost.read(path) == COSTS
   cost.write(dataclasses.replace(COSTS, batch=16))
-  assert cost.find(target='target', drafter='drafter', dtype='float32', batch=3).batch == 1
-  assert cost.find(target='target', drafter='drafter', dtype='float32', batch=6).batch == 16
-  assert cost.find(target='target', drafter='other', dtype='float32', batch=1) is None
+  assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=3).batch == 1
+  assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=6).batch == 16
+  assert cost.find(device='x', target='target', drafter='other', dtype='float32', batch=1) is None
+  assert cost.find(device='2x2xx', target='target', drafter='drafter', dtype='float32', batch=1) is None
   assert len(list((here / 'costs').iterdir())) == 2
 
 
@@ -228,7 +229,7 @@ def test_damaged_costs_are_left_aside(here, damage, caplog):
   del fields['times']
   path.write_text(json.dumps(fields) if damage is None else damage)
   with caplog.at_level(logging.WARNING, 'eagle_jax'):
-    assert cost.find(target='target', drafter='drafter', dtype='float32', batch=1) is None
+    assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
   assert 'measure anew' in caplog.text
 
 
@@ -298,7 +299,7 @@ def test_a_pair_is_tuned(here, monkeypatch):
   assert costs.num_ids in (97, 48)
   assert costs.vocabularies[0].coverage == 1
   assert costs.policies[0].tok_per_s == max(one.tok_per_s for one in costs.policies)
-  monkeypatch.setattr(cost, 'device_name', lambda: costs.device)
+  monkeypatch.setattr(decode, 'device_name', lambda mesh: costs.device)
   cost.write(costs)
   plain = decode.generate(target, None, [[1, 2, 3]], max_new_tokens=8)
   assert decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=8).tokens == plain.tokens

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / 'eagle_jax'
 FLOORS = {
-  'config': 0, 'tree': 0, 'cache': 0, 'sampling': 0, 'text': 0, 'sharding': 0, 'device': 0,
+  'config': 0, 'tree': 0, 'cache': 0, 'sampling': 0, 'text': 0, 'sharding': 0, 'device': 0, 'processes': 0,
   'target': 1,
   'draft': 2, 'verify': 2, 'state': 2, 'commit': 2,
   'prefill': 3, 'loop': 3, 'stored': 3, 'program': 3, 'request': 3, 'decode': 3, 'cost': 3, 'weights': 3, 'hub': 3,

@@ -54,6 +54,13 @@ def launch(name, *flags):
     (['--prompt=hello', '--lookup'], "takes no ['lookup']"),
     (['--batch_file=no/such/file'], 'No file of prompts at no/such/file'),
     (['--prompt', 'What', 'is this?'], "['is this?'] came without a flag"),
+    (['--prompt=hello', '--cluster=here'], "'auto' or HOST:PORT,NUMBER,INDEX is needed"),
+    (
+      ['--prompt=hello', '--cluster=auto'],
+      "The cluster 'auto' cannot be joined: coordinator_address should be defined.",
+    ),
+    (['--prompt=hello', '--cluster=localhost:1,2,5'], 'process_id < num_processes'),
+    (['--prompt=hello', '--num_model=3'], '1 devices cannot be split into models of 3'),
   ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):

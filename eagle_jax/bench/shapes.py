@@ -4,10 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.sharding import param_shardings
 from eagle_jax.target.transformer import Target, TransformerTarget
 
 _SIZES: dict[str, dict[str, Any]] = {
@@ -43,10 +45,15 @@ def configs(name: str, *, draft_vocab_size: int | None = None) -> tuple[TargetCo
   return target, DrafterConfig(**sizes, fc_bias=False, draft_vocab_size=draft_vocab_size, name=f'random-{name}-eagle2')
 
 
-def random_pair(name: str, *, dtype: Any) -> tuple[Target, Drafter]:
-  """A target and its drafter; the weights are made on the device. See `configs`."""
+def random_pair(name: str, *, dtype: Any, mesh: Mesh | None = None) -> tuple[Target, Drafter]:
+  """A target and its drafter; the weights are made where they lie. See `configs` and `hub.load_target`."""
   target, drafter = configs(name)
+
+  def made(network: TransformerTarget | Eagle, key: jax.Array) -> dict[str, Any]:
+    shapes = jax.eval_shape(network.init_params, key)
+    places = None if mesh is None else param_shardings(shapes, mesh)
+    return jax.jit(network.init_params, out_shardings=places)(key)
+
   target_key, drafter_key = jax.random.split(jax.random.key(0))
-  target_params = jax.jit(TransformerTarget(target, jnp.dtype(dtype)).init_params)(target_key)
-  drafter_params = jax.jit(Eagle(drafter, jnp.dtype(dtype)).init_params)(drafter_key)
-  return Target(target, target_params), Drafter(drafter, drafter_params)
+  target_params = made(TransformerTarget(target, jnp.dtype(dtype)), target_key)
+  return Target(target, target_params), Drafter(drafter, made(Eagle(drafter, jnp.dtype(dtype)), drafter_key))

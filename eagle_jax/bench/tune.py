@@ -128,6 +128,8 @@ def part_costs(
     progress: wraps what takes long, as tqdm does.
   """
   dtype = str(target.params['embed']['weight'].dtype)
+  mesh = mesh_of(target.params)
+  num_devices = 1 if mesh is None else mesh.size
   measured, read_rates = [], [bytes_per_s()]
   for context in contexts:
     measured.append(times(target, drafter, batch=batch, num_prompt=context, progress=progress))
@@ -138,10 +140,10 @@ def part_costs(
     dtype=dtype,
     batch=batch,
     times=tuple(measured),
-    bytes_per_s=max(read_rates),
-    flops_per_s=flops_per_s(dtype),
+    bytes_per_s=num_devices * max(read_rates),
+    flops_per_s=num_devices * flops_per_s(dtype),
     date=datetime.date.today().isoformat(),
-    **ran_on(),
+    **ran_on(mesh),
   )
 
 

@@ -20,7 +20,7 @@ from eagle_jax.draft.policy import Plain
 from eagle_jax.loop import decode_step
 from eagle_jax.prefill import bucket, pad_prompts, run_prefill
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import mesh_of, using
+from eagle_jax.sharding import fetched, mesh_of, using
 from eagle_jax.state import DecodeState, Limits, Params, Spec
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation, Message, Refused, counting, text_before
@@ -202,12 +202,12 @@ class Answerer:
 
   def _harvest(self, state: DecodeState, asked: dict[int, Request]) -> list[Answer]:
     """The answers of the rows that are done, which are then nobody's."""
-    is_done_B = np.asarray(state.is_done)
+    is_done_B = fetched(state.is_done)
     done = {row: asked.pop(row) for row in sorted(asked) if is_done_B[row]}
     rows = np.resize([*done], -(-len(done) // self._num_refill) * self._num_refill)  # few sizes, few programs
     taken = state.text[rows], state.cache.length[rows], state.drafter.feature[rows, 0]
     answers = []
-    for request, text_S, num_seen, feature_SD in zip(done.values(), *map(np.asarray, taken), strict=False):
+    for request, text_S, num_seen, feature_SD in zip(done.values(), *fetched(taken), strict=False):
       token_N = text_S[len(request.token) : num_seen + 1].copy()
       answers.append(Answer(request, token_N, feature_SD[:num_seen].astype(jnp.bfloat16)))
     return answers
@@ -225,7 +225,7 @@ def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]
       chosen = alike[start : start + batch]
       token_BL, _ = pad_prompts([texts[i] for i in chosen] + [[0]] * (batch - len(chosen)), size)
       with using(mesh_of(target.params)):
-        feature_BLD = np.asarray(_whole_pass(target.params, token_BL, network=network))
+        feature_BLD = fetched(_whole_pass(target.params, token_BL, network=network))
       found |= {i: feature_LD[: len(texts[i])] for i, feature_LD in zip(chosen, feature_BLD, strict=False)}
   return [found[index] for index in range(len(texts))]
 

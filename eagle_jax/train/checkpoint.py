@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from eagle_jax.processes import is_lead, write_once
 from eagle_jax.train.step import TrainState
 from eagle_jax.weights.files import replacing
 
@@ -31,13 +32,16 @@ def require_same(path: Path, settings: Mapping[str, Any]) -> None:
   Raises:
     ValueError: it was begun with others.
   """
-  if not path.exists():
-    with replacing(path) as temporary:
-      temporary.write_text(json.dumps(settings), encoding='utf-8')
+  write_once(path, lambda: settings, _write_json)
   if wrong := differences(json.loads(path.read_text(encoding='utf-8')), settings):
     raise ValueError(
       f'{path.parent} was begun otherwise: {wrong}. Go on with what it was begun with, or choose another --out.'
     )
+
+
+def _write_json(path: Path, content: Any) -> None:
+  with replacing(path) as temporary:
+    temporary.write_text(json.dumps(content), encoding='utf-8')
 
 
 class Checkpoints:
@@ -111,12 +115,15 @@ def metrics_log(path: Path, *, first_step: int) -> Iterator:
   """Yields a function that appends one row of metrics: (step, {name: value}).
 
   Rows of `first_step` and later, which a killed run left behind its last checkpoint, are dropped. TensorBoard gets the
-  same numbers beside the file where tensorboardX is installed.
+  same numbers beside the file where tensorboardX is installed. Of several processes, the lead writes.
 
   Args:
     path: of the CSV file; its columns are those of the first row.
     first_step: the step that will be logged next, at the earliest.
   """
+  if not is_lead():
+    yield lambda step, metrics: None
+    return
   kept = []
   if path.exists():
     with open(path, newline='', encoding='utf-8') as file:

@@ -19,7 +19,8 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.hub import save_drafter
-from eagle_jax.sharding import mesh_of, param_shardings, partition, using
+from eagle_jax.processes import in_lead, is_lead
+from eagle_jax.sharding import fetched, mesh_of, param_shardings, partition, put, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, require_same
@@ -78,7 +79,7 @@ def train(
     state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
     path = folder / 'settings.json'
     if checkpoints.is_empty:  # as good as not begun: one that failed may be tried with other settings
-      path.unlink(missing_ok=True)
+      in_lead(path.unlink, missing_ok=True)
     require_same(path, {**settings(config, recipe), **(origin or {})})
     if not checkpoints.is_empty:
       state = checkpoints.restore(state)
@@ -94,7 +95,7 @@ def train(
     traced = with_features(target, held_out[:num_traced])
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
-    meter = Meter(recipe, flops, first=first, progress=progress)
+    meter = Meter(recipe, flops / (1 if mesh is None else mesh.size), first=first, progress=progress)
     with (
       metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
       metrics_log(folder / 'held_out.csv', first_step=first + 1) as log_held_out,
@@ -143,7 +144,8 @@ class Outcome:
   def save(self, state: TrainState, metrics: Mapping[str, float]) -> None:
     """As bfloat16, with its metrics among the provenance."""
     provenance = {**self.provenance, 'step': int(state.step), 'held_out': dict(metrics)}
-    save_drafter(self.drafter(state.params), self.folder, provenance, dtype='bfloat16')
+    drafter = self.drafter(fetched(state.params))
+    in_lead(save_drafter, drafter, self.folder, provenance, dtype='bfloat16')
 
 
 def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -> tuple[Frozen, dict[str, jax.Array]]:
@@ -184,7 +186,7 @@ def begin(params: dict[str, Any], recipe: Recipe, mesh: Mesh | None) -> TrainSta
   """The state before the first step, on its mesh."""
   params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # a copy: the state is donated
   state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
-  return state if mesh is None else jax.device_put(state, param_shardings(state, mesh))
+  return state if mesh is None else jax.tree.map(put, state, param_shardings(state, mesh))
 
 
 def batch_shardings(packed: Packed, mesh: Mesh) -> Packed:
@@ -196,7 +198,7 @@ def batch_shardings(packed: Packed, mesh: Mesh) -> Packed:
 
 def place(packed: Packed, mesh: Mesh | None) -> Packed:
   """The batch on its mesh axes."""
-  return packed if mesh is None else jax.device_put(packed, batch_shardings(packed, mesh))
+  return packed if mesh is None else jax.tree.map(put, packed, batch_shardings(packed, mesh))
 
 
 def with_features(target: Target, examples: Sequence[Example]) -> list[Example]:
@@ -237,11 +239,11 @@ class Meter:
     """
     Args:
       recipe: how many steps, and their dtype.
-      flops: of a step.
+      flops: of a step, on each device.
       first: steps that were done before.
       progress: show a bar.
     """
-    self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not progress)
+    self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not (progress and is_lead()))
     self._flops, self._peak = flops, flops_per_s(recipe.dtype)
     self._shown: dict[str, str] = {}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0

@@ -20,6 +20,7 @@ from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.loop import cycle, decode_loop, result
 from eagle_jax.prefill import pad_prompts, prepare, run_prefill
 from eagle_jax.sampling import Sampling
+from eagle_jax.sharding import fetched
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target
 from eagle_jax.train.shards import Example
@@ -153,7 +154,7 @@ def trace(
   num_accepted: list[list[int]] = [[] for _ in examples]
   for batch in _batches(target, drafter, examples, policy=policy, num_rows=num_rows):
     _, _, num_accepted_BN = result(decode_loop(batch.params, batch.state, spec=batch.spec))
-    for number, row in zip(batch.numbers, np.asarray(num_accepted_BN), strict=False):
+    for number, row in zip(batch.numbers, fetched(num_accepted_BN), strict=False):
       num_accepted[number] = row[row >= 0].tolist()
   return Traced(num_accepted, [first_answer(example).num_new for example in examples], policy)
 
@@ -182,9 +183,9 @@ def observe(
     state = batch.state
     room_B = np.asarray([first_answer(examples[number]).num_new for number in batch.numbers])
     while not bool(state.is_done.all()):
-      num_tokens_B = np.asarray(state.num_tokens)
+      num_tokens_B = fetched(state.num_tokens)
       state, checked = _observed(batch.params, state, spec=batch.spec)
-      tree, path_BP = jax.device_get((checked.tree, checked.verdict.path))
+      tree, path_BP = fetched((checked.tree, checked.verdict.path))
       for b, room in enumerate(room_B - num_tokens_B[: len(room_B)]):
         if room > 0:
           row = DraftTree(*(x[b] for x in tree))

@@ -20,6 +20,7 @@ from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.hub import load_drafter, load_target, read_target_config
+from eagle_jax.processes import is_lead
 from eagle_jax.sharding import param_shardings, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.checkpoint import differences, require_same
@@ -50,7 +51,7 @@ def run(
   Args:
     config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps NUM_TRACED,
       held-out examples for the tree's tau. See `read_configuration`.
-    out: run folder.
+    out: run folder; of several processes, one that all of them see.
     shards: folder of the shards, which variants share.
     prompts: file of conversations; None lets the target ask itself.
     initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
@@ -82,7 +83,7 @@ def run(
     out,
     initial=first,
     origin=origin,
-    provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data)},
+    provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data, mesh)},
     report_every=report_every,
     num_traced=config.get('NUM_TRACED', 16),
     progress=True,
@@ -126,7 +127,8 @@ def _gather(
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
     require_same(own / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)})
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
-    paths = tqdm(make_shards(target, source, own, data, refused), total=data.num_shards, desc=f'shards: {name}')
+    shards = make_shards(target, source, own, data, refused)
+    paths = tqdm(shards, total=data.num_shards, desc=f'shards: {name}', disable=not is_lead())
     examples = [example for path in paths for example in read_shard(path)]
     num_held_out = max(1, min(MAX_HELD_OUT, len(examples) // 10))
     gathered.examples.extend(examples[:-num_held_out])
@@ -135,7 +137,7 @@ def _gather(
   return gathered
 
 
-def _provenance(config: Mapping[str, Any], data: _Gathered) -> dict[str, Any]:
+def _provenance(config: Mapping[str, Any], data: _Gathered, mesh: Mesh | None) -> dict[str, Any]:
   """With what a drafter was made."""
   return {
     'commit': _commit(),
@@ -144,7 +146,7 @@ def _provenance(config: Mapping[str, Any], data: _Gathered) -> dict[str, Any]:
     'num_examples': len(data.examples),
     'num_answer_tokens': int(sum(example.is_answer.sum() for example in data.examples)),
     'not_used': data.not_used,
-    **ran_on(),
+    **ran_on(mesh),
   }
 
 

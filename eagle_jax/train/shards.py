@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.processes import write_once
 from eagle_jax.target.transformer import Target
 from eagle_jax.train.answers import Answerer, Request, features, synthesize
 from eagle_jax.train.conversations import (
@@ -130,8 +131,7 @@ def make_shards(
         f'Refused: {dict(refused)}. Add conversations or ask for fewer shards.'
       )
     path = folder / f'shard_{number:04d}.safetensors'
-    if not path.exists():
-      write_shard(path, complete(chosen))
+    write_once(path, functools.partial(complete, chosen), write_shard)
     yield path
 
 
@@ -159,9 +159,9 @@ def make_conversations(
     raise ValueError(f'The temperature of self-synthesis is {temperature}; a finite number above 0 is needed.')
   for part in range(_TRIES * data.num_shards):
     path = folder / f'prompts_{part:04d}.jsonl'
-    if not path.exists():
-      numbers = range(part * data.shard_size, (part + 1) * data.shard_size)
-      write_prompts(path, synthesize(answerer, numbers, refused, num_turns=num_turns, temperature=temperature))
+    numbers = range(part * data.shard_size, (part + 1) * data.shard_size)
+    make = functools.partial(synthesize, answerer, numbers, refused, num_turns=num_turns, temperature=temperature)
+    write_once(path, make, write_prompts)
     yield from read_conversations(path, refused)
 
 

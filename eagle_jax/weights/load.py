@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.sharding import param_sharding
+from eagle_jax.sharding import param_sharding, put
 from eagle_jax.weights.naming import Entry, Table
 
 
@@ -109,7 +109,7 @@ def _with_other_parts(value: np.ndarray, entry: Entry, begun: dict[tuple[str, ..
 
 
 def _placed(value: np.ndarray, path: tuple[str, ...], mesh: Mesh | None) -> jax.Array:
-  return jnp.array(value) if mesh is None else jax.device_put(value, param_sharding(path, value.shape, mesh))
+  return jnp.array(value) if mesh is None else put(value, param_sharding(path, value.shape, mesh))
 
 
 def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: jax.Array) -> None:

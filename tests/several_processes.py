@@ -1,0 +1,90 @@
+"""What `test_processes` runs, as one process of four devices and as two of two: a tiny pair decodes and is trained.
+
+python tests/several_processes.py FOLDER [HOST:PORT,NUMBER,INDEX]
+
+Writes what it found to a JSON file for each process.
+"""
+
+import collections
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from eagle_jax import decode, processes
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.sharding import is_shared, make_mesh, param_shardings, put
+from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.conversations import Conversation
+from eagle_jax.train.loop import train
+from eagle_jax.train.shards import Data, make_shards, read_shard
+from eagle_jax.train.step import Objective, Recipe
+from test_conversations import TOY
+
+SIZES = {'vocab_size': 31, 'width': 16, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 32}
+TARGET = TargetConfig(**SIZES, num_layers=1, max_context=128, eos_ids=(0,))
+DRAFTER = DrafterConfig(**SIZES, draft_vocab_size=20)
+DATA = Data(num_shards=2, shard_size=8, num_rows=4, num_refill=2, max_prompt=32, max_new_tokens=24)
+RECIPE = Recipe(num_steps=4, num_rows=2, num_places=64, chunk_places=32, objective=Objective(num_steps=2))
+POLICIES = Chain(2), DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8, lookup=True)
+
+
+def decoded(target: Target, drafter: Drafter) -> dict[str, list]:
+  """Tokens, and what was accepted, of batches and of a stream."""
+  prompts = np.random.default_rng(0).integers(0, 31, (4, 5)).tolist()
+  found = {}
+  for policy in POLICIES:
+    out = decode.generate(target, drafter, prompts, max_new_tokens=16, temperature=0.8, policy=policy)
+    found[policy.describe()] = [out.tokens, out.num_accepted]
+  chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES[0])
+  return found | {'stream': [token for chunk in chunks for token in chunk.tokens]}
+
+
+def trained(target: Target, folder: Path) -> list:
+  """Text of the shards; held-out metrics of a run, and of the same one begun again when it was over."""
+  conversations = [Conversation((chr(ord('a') + i % 20) * (1 + i % 3),)) for i in range(16)]
+  paths = make_shards(
+    dataclasses.replace(target, tokenizer=TOY), conversations, folder / 'shards', DATA, collections.Counter()
+  )
+  examples = [example for path in paths for example in read_shard(path)]
+  how = {'report_every': 2, 'num_traced': 2}
+  runs = [train(target, DRAFTER, examples[4:], examples[:4], RECIPE, folder / 'run', **how) for _ in range(2)]
+  return [[example.token.tolist() for example in examples], *runs]
+
+
+def refused(target: Target) -> str:
+  """What each says when they come with different prompts."""
+  try:
+    decode.generate(target, None, [[1 + jax.process_index()]], max_new_tokens=4)
+  except ValueError as error:
+    return str(error)
+  return ''
+
+
+def main(folder: Path, cluster: str | None = None) -> None:
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', 2 if cluster else 4)
+  if cluster:
+    processes.join(cluster)
+  mesh = make_mesh(num_model=2)
+  assert is_shared(mesh) == bool(cluster)
+
+  def placed(params):
+    return jax.tree.map(put, params, param_shardings(params, mesh))
+
+  params = TransformerTarget(TARGET).init_params(jax.random.key(0))
+  params['embed']['weight'] *= 50
+  target = Target(TARGET, placed(params), None)
+  drafter = Drafter(DRAFTER, placed(Eagle(DRAFTER).init_params(jax.random.key(1)) | {'ids': np.arange(1, 21)}))
+  found = {'decoded': decoded(target, drafter), 'trained': trained(target, folder), 'refused': refused(target)}
+  (folder / f'found_{jax.process_index()}.json').write_text(json.dumps(found))
+
+
+if __name__ == '__main__':
+  main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,110 @@
+"""Several processes that share a mesh do what one does with all of its devices."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from eagle_jax import processes
+from eagle_jax.device import device_name
+from eagle_jax.sharding import fetched, is_shared, make_mesh
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize('cluster', ['here', 'localhost:1,2', 'localhost:1,two,0', ''])
+def test_a_cluster_that_is_none(cluster):
+  with pytest.raises(ValueError, match="'auto' or HOST:PORT,NUMBER,INDEX is needed"):
+    processes.join(cluster)
+
+
+def test_a_process_alone_leads_and_waits_for_nobody(tmp_path):
+  assert processes.is_lead()
+  processes.require_same('Anything', object())
+  processes.in_lead((tmp_path / 'in_lead').write_text, 'x')
+  for content in ('first', 'second'):
+    processes.write_once(tmp_path / 'once', lambda content=content: content, Path.write_text)
+  assert (tmp_path / 'in_lead').read_text() == 'x'
+  assert (tmp_path / 'once').read_text() == 'first'
+  assert not is_shared(None)
+  assert not is_shared(make_mesh(jax.devices()[:1]))
+  assert isinstance(fetched({'x': jax.numpy.ones(2)})['x'], np.ndarray)
+
+
+def test_a_mesh_is_called_by_its_sizes():
+  kind = device_name()
+  assert not kind[0].isdigit()
+  assert device_name(make_mesh(jax.devices()[:1])) == f'1x1x{kind}'
+
+
+def commands(number, command):
+  """The same command for each of `number` processes, behind a port that is free."""
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    address = f'localhost:{free.getsockname()[1]}'
+  return [[sys.executable, *command(f'{address},{number},{index}')] for index in range(number)]
+
+
+def run_together(commands):
+  """What each printed."""
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+  how = {'env': environment, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  running = [subprocess.Popen(command, **how) for command in commands]
+  printed = [process.communicate(timeout=600) for process in running]
+  assert [process.returncode for process in running] == [0] * len(running), printed
+  return [stdout for stdout, _ in printed]
+
+
+@pytest.fixture(scope='module')
+def found(tmp_path_factory):
+  """By one process of four devices, and by two of two; and the second run's folder."""
+  script = str(ROOT / 'tests' / 'several_processes.py')
+  alone, together = (tmp_path_factory.mktemp(name) for name in ('alone', 'together'))
+  run_together([[sys.executable, script, str(alone)]])
+  run_together(commands(2, lambda cluster: [script, str(together), cluster]))
+  paths = [alone / 'found_0.json', together / 'found_0.json', together / 'found_1.json']
+  return [json.loads(path.read_text()) for path in paths], together
+
+
+@pytest.mark.slow
+def test_two_processes_decode_what_one_does(found):
+  (alone, *together), _ = found
+  assert [each['decoded'] for each in together] == [alone['decoded']] * 2
+  assert sum(map(sum, alone['decoded']['chain(max_depth=2)'][1])) > 0
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(found):
+  (alone, *together), folder = found
+  texts, first, again = alone['trained']
+  assert first == again
+  for each in together:
+    assert each['trained'][0] == texts
+    assert each['trained'][1] == each['trained'][2] == pytest.approx(first, rel=1e-4)
+  assert {path.name for path in (folder / 'run' / 'drafter').iterdir()} == {
+    'config.json', 'model.safetensors', 'provenance.json',
+  }  # fmt: skip
+  assert len((folder / 'run' / 'held_out.csv').read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_different_requests_are_refused_by_all(found):
+  (alone, *together), _ = found
+  assert alone['refused'] == ''
+  assert all('The request differs from process to process' in each['refused'] for each in together)
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_the_launcher_in_two_processes(smollm2):
+  flags = [str(ROOT / 'launch' / 'generate.py'), '--prompt=Why?', '--max_new_tokens=8', '--policy=chain']
+  (alone,) = run_together([[sys.executable, *flags]])
+  printed = run_together(commands(2, lambda cluster: [*flags, '--num_model=2', f'--cluster={cluster}']))
+  said = [[line for line in each.splitlines() if not line.startswith('[Gloo]')] for each in printed]
+  assert said == [alone.splitlines(), []]  # Gloo, through which CPUs exchange, prints by itself
