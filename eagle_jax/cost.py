@@ -106,20 +106,25 @@ class Costs(Parts):
     """Of the best policy over plain decoding."""
     return self.policies[0].tok_per_s / plain_tok_per_s(self.policies)
 
-  def at_batch(self, batch: int) -> 'Costs':
+  def at_batch(self, batch: int, *, waits: bool = True) -> 'Costs':
     """The same, modelled for another number of batch rows: the more there are, the less a tree for each of them pays.
 
     A policy yields its tau, less what a batch loses by waiting for its slowest row, in its modelled cycle. So little is
     known of it that plain decoding, whose rate is modelled from its real one, comes first if others seem hardly faster.
+
+    Args:
+      batch: rows.
+      waits: whether all wait for the slowest; not where finished rows are refilled.
     """
     if batch == self.batch:
       return self
     times = times_of_rows(self.times, batch / self.batch)
     plain_ms = times[0].verify_ms[1]
     plain = plain_tok_per_s(self.policies) * batch / self.batch * self.times[0].verify_ms[1] / plain_ms
+    share = slowest_share(batch) if waits else 1
 
     def rate(one: Rate) -> Rate:
-      gain = 1 + (one.tau - 1) * slowest_share(batch)
+      gain = 1 + (one.tau - 1) * share
       return dataclasses.replace(one, tok_per_s=plain * gain * plain_ms / times[0].cycle_ms(one.policy))
 
     known = {one.policy: one for one in (*self.modelled, *self.policies)}
@@ -201,7 +206,7 @@ def plain_tok_per_s(rates: Sequence[Rate]) -> float:
   return next(rate.tok_per_s for rate in rates if rate.kind == 'plain')
 
 
-def between(by_size: Mapping[int, float], size: int) -> float:
+def between(by_size: Mapping[int, float], size: float) -> float:
   """By straight lines; beyond the largest measured size, along the last one."""
   sizes = sorted(by_size)
   if size <= sizes[-1] or len(sizes) == 1:
@@ -228,9 +233,11 @@ def times_of_rows(measured: Sequence[Times], ratio: float) -> tuple[Times, ...]:
 
   def passes(field: str, num_slots: int) -> dict[int, float]:
     near, far = (getattr(times, field) for times in (first, last))
-    of_slot = {n: max(far[n] - near[n], 0.0) / max(last.num_slots - first.num_slots, 1) for n in near if n in far}
-    of_weights = {n: near[n] - of_slot[n] * first.num_slots for n in of_slot}
-    return {n: between(of_weights, ratio * n) + ratio * of_slot[n] * num_slots for n in of_slot}
+    sizes = range(1, min(max(near), max(far)) + 1)  # each: so many rows may be padded where others are not
+    num_more = max(last.num_slots - first.num_slots, 1)
+    of_slot = {n: max(between(far, n) - between(near, n), 0.0) / num_more for n in sizes}
+    of_weights = {n: between(near, n) - of_slot[n] * first.num_slots for n in sizes}
+    return {n: between(of_weights, ratio * n) + ratio * of_slot[n] * num_slots for n in sizes}
 
   def of_rows(times: Times) -> Times:
     verify_ms, draft_ms = (passes(field, times.num_slots) for field in ('verify_ms', 'draft_ms'))

@@ -16,19 +16,21 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from eagle_jax.auto import settle
 from eagle_jax.config import Eagle3Config, require_match
-from eagle_jax.cost import Costs, find
-from eagle_jax.device import device_name
+from eagle_jax.continuous import Request, Rows
+from eagle_jax.cost import Costs
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
+from eagle_jax.draft.policy import Adaptive, Plain, TreePolicy
 from eagle_jax.loop import decode_loop, decode_step, result
-from eagle_jax.prefill import pad_prompts, prefill, prepare, run_prefill
+from eagle_jax.prefill import bucket, pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.processes import require_same
 from eagle_jax.program import Program
-from eagle_jax.request import known_integers, require_loaded, require_valid, token_ids
+from eagle_jax.request import at_least_one, known_integers, require_loaded, require_valid, token_ids
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, is_shared, mesh_of, param_sharding, put, using
 from eagle_jax.state import DecodeState, Params, Spec
@@ -40,6 +42,8 @@ __all__ = [
 ]  # fmt: skip
 
 log = logging.getLogger('eagle_jax')
+
+REFILLED = 4  # a quarter of the rows at a time
 
 _PREFILL, _LOOP, _STEP = Program(run_prefill), Program(decode_loop), Program(decode_step)
 
@@ -71,6 +75,7 @@ def build(
   *,
   policy: str | TreePolicy = 'auto',
   batch: int = 1,
+  waits: bool = True,
   costs: Costs | None = None,
 ) -> tuple[Params, Spec]:
   """The arrays and the static description of a decode program.
@@ -80,6 +85,7 @@ def build(
     drafter: from `load_drafter`, or None for plain decoding.
     policy: 'auto', 'plain', or a policy object.
     batch: rows that will be decoded together, for 'auto'.
+    waits: for 'auto', whether all rows wait for the slowest; not where finished rows are refilled.
     costs: measured ones, for 'auto' and `Adaptive`; default those stored for this device and pair, if there are any.
 
   Returns:
@@ -88,7 +94,7 @@ def build(
   Raises:
     ValueError: unknown policy, a tree without a drafter, or a drafter for another target.
   """
-  chosen, drafter, costs = settle(target, drafter, policy=policy, batch=batch, costs=costs)
+  chosen, drafter, costs = settle(target, drafter, policy=policy, batch=batch, waits=waits, costs=costs)
   network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
   if isinstance(chosen, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain())
@@ -105,30 +111,6 @@ def build(
   head: Any = Eagle3 if isinstance(drafter.config, Eagle3Config) else Eagle
   spec = Spec(network, head(drafter.config, params['fc']['weight'].dtype), chosen)
   return Params(target.params, params, economies), spec
-
-
-def settle(
-  target: Target, drafter: Drafter | None, *, policy: str | TreePolicy, batch: int = 1, costs: Costs | None = None
-) -> tuple[TreePolicy, Drafter | None, Costs | None]:
-  """What a request for a policy comes to; arguments as in `build`.
-
-  Returns:
-    The policy; the drafter, with the draft vocabulary that costs were measured with; and the costs, if they are used.
-  """
-  require_loaded(target, drafter)
-  if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
-    costs = find_costs(target, drafter, batch=batch)
-  chosen = _resolve(policy, target, drafter, costs, batch)
-  if drafter is None or costs is None:
-    return chosen, drafter, costs
-  return chosen, drafter.first_ids(costs.num_ids), costs.at_batch(batch)
-
-
-def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
-  """What `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
-  dtype = str(target.params['embed']['weight'].dtype)
-  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': dtype}
-  return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
 
 
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
@@ -150,50 +132,6 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
   return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}
 
 
-def guessed_policy(batch: int, *, platform: str) -> TreePolicy:
-  """What probably pays where nothing was measured: few rows where a row costs much, the paper's tree where they are
-  nearly free, and for a batch as much of it as fits: rows are free until arithmetic takes as long as reading weights.
-
-  Args:
-    batch: rows on one device.
-    platform: 'cpu', 'gpu' or 'tpu'.
-  """
-  free_rows = 4 if platform == 'cpu' else 256
-  num_nodes = min(free_rows // batch, DynamicTree().num_nodes)
-  if num_nodes < 2:
-    return Plain()
-  return Chain(min(3, num_nodes - 1), lookup=True) if num_nodes < 16 else DynamicTree(num_nodes=num_nodes, lookup=True)
-
-
-def _resolve(
-  policy: str | TreePolicy, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int
-) -> TreePolicy:
-  if policy == 'plain' or (policy == 'auto' and drafter is None):
-    return Plain()
-  if policy == 'auto' and costs is not None:
-    best = costs.at_batch(batch).policies[0]
-    source = 'when measured' if costs.batch == batch else f'modelled for {batch} rows from a measured {costs.batch}'
-    log.info(
-      'auto: %s, %.1f tokens/s %s (%s, %s)', best.policy.describe(), best.tok_per_s, source, costs.device, costs.date
-    )
-    return best.policy
-  if policy == 'auto':
-    mesh = mesh_of(target.params)
-    num_shards = 1 if mesh is None else mesh.shape.get('data', 1)
-    guess = guessed_policy(-(-batch // num_shards), platform=jax.default_backend())
-    log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
-    return guess
-  if isinstance(policy, Adaptive) and costs is None:
-    raise ValueError(f'{policy.describe()} weighs costs, and none are stored for this pair here: run launch/cost.py.')
-  if isinstance(policy, (str, type)) or not hasattr(policy, 'fanouts'):
-    raise ValueError(
-      f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
-    )
-  if drafter is None and not isinstance(policy, Plain):
-    raise ValueError(f"{policy.describe()} needs a drafter, and none came. Load one, or pass policy='plain'.")
-  return policy
-
-
 def generate(
   target: Target,
   drafter: Drafter | None,
@@ -208,8 +146,9 @@ def generate(
   row_ids: Sequence[int] | None = None,
   eos_ids: Sequence[int] | None = None,
   costs: Costs | None = None,
+  batch_size: int | None = None,
 ) -> Generation:
-  """Decodes a batch of prompts; in float32 the text is that of plain decoding, whatever drafter and policy.
+  """Decodes prompts; in float32 the text is that of plain decoding, whatever drafter, policy and batch.
 
   Args:
     target: from `load_target`.
@@ -225,14 +164,16 @@ def generate(
     row_ids: key each row's noise; default 0, 1, ...
     eos_ids: tokens that end a row; default the target's, () for none.
     costs: see `build`.
+    batch_size: prompts decoded together; the others wait, and take the places of those that are done. None: all.
 
   Raises:
     ValueError: what came cannot be decoded; said before anything is compiled.
   """
-  params, spec, arguments, static = _request(
+  asked = _asked(
     target,
     drafter,
     prompts,
+    batch_size=batch_size,
     policy=policy,
     costs=costs,
     max_new_tokens=max_new_tokens,
@@ -243,23 +184,61 @@ def generate(
     row_ids=row_ids,
     eos_ids=eos_ids,
   )
-  with using(mesh_of(target.params)):
+  decoded = _together if asked.batch == len(asked.ids) else _by_and_by
+  (text_BS, root_B, num_accepted_BN, work), seconds = decoded(asked, mesh_of(target.params))
+  tokens = [_newest(*row) for row in zip(text_BS, root_B, work.num_tokens, strict=True)]
+  num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, work.num_passes, strict=True)]
+  text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
+  return Generation(tokens, text, num_accepted, work.stats(asked.spec, seconds))
+
+
+def _together(asked: '_Asked', mesh: Mesh | None) -> tuple[tuple, dict[str, float]]:
+  """`_seen` of all rows at their end, and seconds: one batch."""
+  arguments, static = asked.prepared()
+  with using(mesh):
     run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
     start = time.perf_counter()
     state = jax.block_until_ready(run(*arguments))
     prefill_s = time.perf_counter() - start
-    run, loop_compile_s = _LOOP.compile(params, state, spec=spec)
+    run, loop_compile_s = _LOOP.compile(asked.params, state, spec=asked.spec)
     start = time.perf_counter()
-    state = run(params, state)
-    text_BS, root_B, num_accepted_BN, work = fetched(
-      (state.text, state.cache.length, state.num_accepted, Work.of(state))
-    )
+    seen = fetched(_seen(run(asked.params, state)))
     decode_s = time.perf_counter() - start
-  tokens = [_newest(*row) for row in zip(text_BS, root_B, work.num_tokens, strict=True)]
-  num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, work.num_passes, strict=True)]
-  seconds = {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
-  text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
-  return Generation(tokens, text, num_accepted, work.stats(spec, seconds))
+  return seen, {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
+
+
+def _by_and_by(asked: '_Asked', mesh: Mesh | None) -> tuple[tuple, dict[str, float]]:
+  """The same, of more requests than are decoded together: see `continuous`."""
+  row_ids = asked.how['row_ids'] or range(len(asked.ids))
+  rows = Rows(
+    asked.params,
+    asked.spec,
+    mesh,
+    num_rows=asked.batch,
+    num_refill=-(-asked.batch // REFILLED),
+    max_prompt=max(map(len, asked.ids)),
+    max_new_tokens=asked.how['max_new_tokens'],
+    num_new=bucket(asked.how['max_new_tokens']),
+    sampling=asked.sampling,
+    eos_ids=asked.spec.target.eos_ids if asked.how['eos_ids'] is None else asked.how['eos_ids'],
+  )
+  finished = dict(rows.run(map(Request, row_ids, asked.ids), _SEEN_AT))
+  seen = jax.tree.map(lambda *row: np.stack(row), *(finished[number] for number in range(len(asked.ids))))
+  return seen, {name: getattr(rows, name) for name in ('prefill_s', 'decode_s', 'compile_s')}
+
+
+def _seen(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array, 'Work']:
+  """What a `Generation` is made of, by row: text, the root's place in it, `num_accepted`, and work."""
+  return state.text, state.cache.length, state.num_accepted, Work.of(state)
+
+
+@jax.jit
+def _seen_at(state: DecodeState, row_n: jax.Array):
+  """Of some rows."""
+  return jax.tree.map(lambda x: x[row_n], _seen(state))
+
+
+_SEEN_AT = Program(_seen_at)
 
 
 def _newest(text_S: np.ndarray, root: np.integer, num_new: np.integer) -> list[int]:
@@ -314,7 +293,7 @@ def stream(
   Raises:
     ValueError: as `generate`, at the call and not at the first chunk.
   """
-  params, spec, arguments, static = _request(
+  asked = _asked(
     target,
     drafter,
     [prompt],
@@ -328,18 +307,18 @@ def stream(
     row_ids=row_ids,
     eos_ids=eos_ids,
   )
-  return Stream(target, params, spec, arguments, static)
+  return Stream(target, asked)
 
 
 class Stream(Iterator[Chunk]):
   """The chunks of one prompt, made as they are asked for. `stats`, as in `Generation`, is of the chunks so far."""
 
-  def __init__(self, target: Target, params: Params, spec: Spec, arguments: tuple, static: dict[str, Any]):
-    self._spec = spec
+  def __init__(self, target: Target, asked: '_Asked'):
+    self._spec = asked.spec
     self._detokenizer = Detokenizer(target.tokenizer) if target.tokenizer else None
     self._work = Work(*np.zeros((len(Work._fields), 1), np.int32))
     self._seconds = {'prefill_s': 0.0, 'decode_s': 0.0, 'compile_s': 0.0}
-    self._chunks = self._make_chunks(target, params, arguments, static)
+    self._chunks = self._make_chunks(asked, mesh_of(target.params))
 
   def __next__(self) -> Chunk:
     return next(self._chunks)
@@ -348,29 +327,28 @@ class Stream(Iterator[Chunk]):
   def stats(self) -> dict[str, Any]:
     return self._work.stats(self._spec, self._seconds)
 
-  def _make_chunks(self, target: Target, params: Params, arguments: tuple, static: dict[str, Any]) -> Iterator[Chunk]:
-    with using(mesh_of(target.params)):
+  def _make_chunks(self, asked: '_Asked', mesh: Mesh | None) -> Iterator[Chunk]:
+    arguments, static = asked.prepared()
+    with using(mesh):
       run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
       start = time.perf_counter()
       state = run(*arguments)
       chunk, is_done = self._chunk(state)
       self._seconds['prefill_s'] = time.perf_counter() - start
-      run, step_compile_s = _STEP.compile(params, state, spec=self._spec)
+      run, step_compile_s = _STEP.compile(asked.params, state, spec=asked.spec)
       self._seconds['compile_s'] = prefill_compile_s + step_compile_s
     yield chunk
     while not is_done:
       start = time.perf_counter()
-      with using(mesh_of(target.params)):
-        state = run(params, state)
+      with using(mesh):
+        state = run(asked.params, state)
       chunk, is_done = self._chunk(state)
       self._seconds['decode_s'] += time.perf_counter() - start
       yield chunk
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
     """What the newest step added, and whether it was the last."""
-    text_1S, (root,), num_accepted_1N, is_done, work = fetched(
-      (state.text, state.cache.length, state.num_accepted, state.is_done, Work.of(state))
-    )
+    (text_1S, (root,), num_accepted_1N, work), is_done = fetched((_seen(state), state.is_done))
     tokens = _newest(text_1S[0], root, work.num_tokens[0] - self._work.num_tokens[0])
     self._work = work
     num_passes = int(work.num_passes[0])
@@ -380,17 +358,32 @@ class Stream(Iterator[Chunk]):
     return Chunk(text, tokens, int(num_accepted_1N[0, num_passes - 1]) if num_passes else 0), bool(is_done)
 
 
-def _request(
-  target: Target, drafter: Drafter | None, prompts: Any, *, policy: Any, costs: Any, **how: Any
-) -> tuple[Params, Spec, tuple, dict[str, Any]]:
-  """What `build` returns, and the arguments of `run_prefill`: checked, and padded in NumPy."""
+class _Asked(NamedTuple):
+  """A request that was checked."""
+
+  params: Params
+  spec: Spec
+  ids: list[list[int]]  # of the prompts
+  batch: int  # of them, that are decoded together
+  sampling: Sampling
+  how: dict[str, Any]  # max_new_tokens, row_ids, eos_ids
+
+  def prepared(self) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of `run_prefill` for all prompts, padded in NumPy."""
+    tokens_BL, length_B = pad_prompts(self.ids, max(map(len, self.ids)))
+    return prepare(self.params, tokens_BL, length_B, spec=self.spec, sampling=self.sampling, **self.how)
+
+
+def _asked(
+  target: Target, drafter: Drafter | None, prompts: Any, *, batch_size: Any = None, policy: Any, costs: Any, **how: Any
+) -> _Asked:
   require_loaded(target, drafter)
   ids = token_ids(target, prompts)
-  params, spec = build(target, drafter, policy=policy, batch=len(ids), costs=costs)
+  batch = len(ids) if batch_size is None else min(len(ids), at_least_one('batch_size', batch_size))
+  params, spec = build(target, drafter, policy=policy, batch=batch, waits=batch == len(ids), costs=costs)
   how |= {name: known_integers(name, how[name]) for name in ('row_ids', 'eos_ids')}
   require_valid(target.config, ids, **how)
   if is_shared(mesh_of(target.params)):
-    require_same('The request', (ids, how, spec.policy.describe(), params.economies))
-  tokens_BL, length_B = pad_prompts(ids, max(map(len, ids)))
+    require_same('The request', (ids, batch, how, spec.policy.describe(), params.economies))
   sampling = Sampling.of(**{name: how.pop(name) for name in ('temperature', 'top_k', 'top_p', 'seed')})
-  return params, spec, *prepare(params, tokens_BL, length_B, spec=spec, sampling=sampling, **how)
+  return _Asked(params, spec, ids, batch, sampling, how)

@@ -147,6 +147,13 @@ def _integer(what_is: str, value: Any) -> int:
   return integer
 
 
+def at_least_one(name: str, value: Any) -> int:
+  """Python's, from any kind of integer; ValueError if it is none, or below 1."""
+  if (integer := _integer(f'{name} is', value)) < 1:
+    raise ValueError(f'{name} is {integer}; at least 1 is needed.')
+  return integer
+
+
 def _number(what_is: str, value: Any) -> float:
   """Python's, from any kind of scalar; ValueError if it is none."""
   try:

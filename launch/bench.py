@@ -13,7 +13,7 @@ import entry
 import options
 from absl import flags
 
-from eagle_jax import decode
+from eagle_jax.auto import settle
 from eagle_jax.bench import questions
 from eagle_jax.bench.measure import Bench
 from eagle_jax.bench.run import run
@@ -40,7 +40,7 @@ def main(_):
   tasks = FLAGS.tasks or questions.tasks_in(folder)
   asked = [question for task in tasks for question in questions.read_questions(folder, task, FLAGS.num_questions)]
   target, drafter = common.models()
-  policy, drafter, _ = decode.settle(target, drafter, policy=how.pop('policy'))
+  policy, drafter, _ = settle(target, drafter, policy=how.pop('policy'))
   reports = {how.pop('temperature'): out}
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}

@@ -43,5 +43,11 @@ def run(main, *, starts_often: bool = False):
     except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
       print(f'error: {error}', file=sys.stderr)
       sys.exit(2)
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      advice = 'fewer rows (--batch_size), fewer tokens, --dtype=bfloat16, or more devices a model (--num_model)'
+      print(f'error: memory does not suffice ({str(error).splitlines()[0]}): take {advice}.', file=sys.stderr)
+      sys.exit(2)
 
   app.run(checked)

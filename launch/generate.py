@@ -1,7 +1,6 @@
 """Writes text with a target and its drafter, then one line of statistics.
 
 python launch/generate.py --prompt "Explain why the sky is blue."
-
 A model too large for one device: --num_model=8 --dtype=bfloat16, and on a TPU pod --cluster=auto on all its hosts.
 """
 
@@ -21,7 +20,8 @@ FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(options)  # so that --help explains them
 flags.adopt_module_key_flags(cluster)
 flags.DEFINE_string('prompt', None, 'The prompt.')
-flags.DEFINE_string('batch_file', None, 'One prompt a line, or JSON Lines with `prompt`; decoded as one batch.')
+flags.DEFINE_string('batch_file', None, 'One prompt a line, or JSON Lines with `prompt`.')
+flags.DEFINE_integer('batch_size', None, 'Of them decoded together; the others follow. Default: all.', lower_bound=1)
 flags.DEFINE_bool('stream', True, 'Show the text as it comes (a single --prompt, without --json).')
 flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, one object a prompt.')
 
@@ -43,7 +43,7 @@ def main(_):
       print(chunk.text, end='', flush=True)
     print()
   else:
-    out = decode.generate(target, drafter, prompts, **how)
+    out = decode.generate(target, drafter, prompts, batch_size=FLAGS.batch_size, **how)
     for text, tokens in zip(out.text, out.tokens, strict=True):  # a target without tokenizer has refused the prompts
       print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text}\n')
   line = (

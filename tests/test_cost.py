@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import cost, decode, device
+from eagle_jax import auto, cost, decode, device
 from eagle_jax.bench import shapes, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.config import Eagle3Config
@@ -44,7 +44,7 @@ PARTS = Parts(**{field.name: getattr(COSTS, field.name) for field in dataclasses
 def here(tmp_path, monkeypatch):
   """An empty cache folder, and a device called as in COSTS."""
   monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path))
-  monkeypatch.setattr(decode, 'device_name', lambda mesh: 'x')
+  monkeypatch.setattr(auto, 'device_name', lambda mesh: 'x')
   return tmp_path
 
 
@@ -59,13 +59,21 @@ def test_a_cycle_is_the_sum_of_its_parts():
 
 def test_rows_cost_as_many_nodes_but_a_cache_each():
   near, far = times_of_rows(COSTS.times, 2)
-  assert near.verify_ms == pytest.approx({1: 9 + 2, 2: 9 + 4, 4: 15 + 8, 8: 27 + 12})
-  assert far.verify_ms == pytest.approx({1: 9 + 6, 2: 9 + 12, 4: 15 + 24, 8: 27 + 36})
+  measured = 1, 2, 4, 8
+  assert [near.verify_ms[n] for n in measured] == pytest.approx([9 + 2, 9 + 4, 15 + 8, 27 + 12])
+  assert [far.verify_ms[n] for n in measured] == pytest.approx([9 + 6, 9 + 12, 15 + 24, 27 + 36])
   assert (near.draft_ms, far.draft_ms) == ({1: pytest.approx(1 + 2)}, {1: pytest.approx(1 + 6)})
   assert near.root_ms == pytest.approx(1.5)
   assert near.target_bytes == Bytes(3000, 2000)
   (alone,) = times_of_rows([SHORT], 2)
-  assert alone.verify_ms == {1: 11, 2: 13, 4: 21, 8: 37}
+  assert [alone.verify_ms[n] for n in measured] == [11, 13, 21, 37]
+
+
+def test_three_nodes_of_four_rows_are_padded_as_twelve_are():
+  """A straight line between 8 and 16 rows would say 25.5."""
+  verify_ms = {1: 10.0, 2: 20.0, 4: 20.0, 8: 21.0, 12: 30.0, 16: 30.0}
+  (batch,) = times_of_rows([dataclasses.replace(SHORT, verify_ms=verify_ms)], 4)
+  assert batch.cycle_ms(Chain(2)) - batch.root_ms - batch.draft_ms[1] == pytest.approx(30)
 
 
 def test_a_batch_waits_for_its_slowest_row():
@@ -109,7 +117,7 @@ def test_where_rows_are_free_a_batch_drafts_too(tau, best):
   ],
 )
 def test_a_guess_is_smaller_for_a_batch(platform, batch, policy):
-  assert decode.guessed_policy(batch, platform=platform) == policy
+  assert auto.guessed_policy(batch, platform=platform) == policy
 
 
 def economy(policy=COSTS.policies[0].policy, *, num_slots=100, temperature=0.0):
@@ -299,7 +307,7 @@ def test_a_pair_is_tuned(here, monkeypatch):
   assert costs.num_ids in (97, 48)
   assert costs.vocabularies[0].coverage == 1
   assert costs.policies[0].tok_per_s == max(one.tok_per_s for one in costs.policies)
-  monkeypatch.setattr(decode, 'device_name', lambda mesh: costs.device)
+  monkeypatch.setattr(auto, 'device_name', lambda mesh: costs.device)
   cost.write(costs)
   plain = decode.generate(target, None, [[1, 2, 3]], max_new_tokens=8)
   assert decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=8).tokens == plain.tokens

@@ -12,7 +12,8 @@ FLOORS = {
   'config': 0, 'tree': 0, 'cache': 0, 'sampling': 0, 'text': 0, 'sharding': 0, 'device': 0, 'processes': 0,
   'target': 1,
   'draft': 2, 'verify': 2, 'state': 2, 'commit': 2,
-  'prefill': 3, 'loop': 3, 'stored': 3, 'program': 3, 'request': 3, 'decode': 3, 'cost': 3, 'weights': 3, 'hub': 3,
+  'prefill': 3, 'loop': 3, 'stored': 3, 'program': 3, 'request': 3, 'continuous': 3, 'auto': 3, 'decode': 3, 'cost': 3,
+  'weights': 3, 'hub': 3,
   'train': 4, 'bench': 4, 'serve': 4,
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')

@@ -137,7 +137,7 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
     '.num_nodes': rows, '.num_levels': rows,
     '.is_done': rows, '.row_id': rows, '.cache.length': rows, '.cache.keys[0]': rows, '.cache.values[0]': rows,
     '.drafter.cache.length': rows, '.drafter.cache.keys[0]': rows, '.drafter.cache.values[0]': rows,
-    '.drafter.feature': 32, '.limits.eos': 1, '.room': 3,
+    '.drafter.feature': rows, '.limits.eos': 1, '.room': 3,
   }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from eagle_jax.draft import Outlook
 from eagle_jax.draft.grow import Children, Frontier, first_width, grow
 from eagle_jax.draft.lookup import Evidence
 from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.sharding import constrain, constrain_rows
+from eagle_jax.sharding import constrain_rows
 from eagle_jax.target.layers import (
   DecoderLayer,
   Linear,
@@ -53,7 +53,7 @@ class EagleState(NamedTuple):
   """What the drafter remembers of the committed text."""
 
   cache: KVCache  # one layer; a row for every committed token
-  feature: jax.Array  # [D, B], the drafter's output at the newest row: it predicts the root's first children
+  feature: jax.Array  # [B, D], the drafter's output at the newest row: it predicts the root's first children
 
 
 class Followed(NamedTuple):
@@ -85,7 +85,7 @@ class Eagle:
 
   def init(self, batch: int, num_slots: int) -> EagleState:
     cache = kv_cache.init(self.config, num_layers=1, batch=batch, num_slots=num_slots, dtype=self.dtype)
-    return EagleState(cache, jnp.zeros((self.config.width, batch), self.dtype))
+    return EagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
@@ -130,12 +130,12 @@ class Eagle:
   def absorb(self, state: EagleState, followed: Followed, count_B) -> EagleState:
     """Keeps the first `count` rows a batch row; see `draft.DraftNetwork.absorb`."""
     newest_B = jnp.maximum(count_B - 1, 0)
-    newest_DB = jnp.take_along_axis(followed.out, newest_B[None, :, None], axis=2, mode='clip')[..., 0]
-    feature_DB = constrain(jnp.where(count_B > 0, newest_DB, state.feature), ('width', 'batch'))
+    newest_BD = jnp.take_along_axis(followed.out, newest_B[None, :, None], axis=2, mode='clip')[..., 0].T
+    feature_BD = constrain_rows(jnp.where(count_B[:, None] > 0, newest_BD, state.feature))
     # The same count; but it hangs on the output now, so what `append` writes waits for all that read the cache.
-    count_B = jnp.where(jnp.isnan(newest_DB).any(axis=0), jnp.maximum(count_B, 0), count_B)
+    count_B = jnp.where(jnp.isnan(newest_BD).any(axis=1), jnp.maximum(count_B, 0), count_B)
     cache = kv_cache.append(state.cache, followed.rows, count_B)
-    return EagleState(cache._replace(length=constrain_rows(cache.length)), feature_DB)
+    return EagleState(cache._replace(length=constrain_rows(cache.length)), feature_BD)
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, outlook: Outlook) -> Candidates:
     """Grows every row's candidates."""
@@ -161,10 +161,11 @@ class Eagle:
       return children(out_DBW, match_BWS, depth, fanout), after
 
     match_B1S = None if lookup is None else lookup.match()
-    roots = children(state.feature[..., None], match_B1S, 0, policy.fanouts[0])
+    feature_DB1 = state.feature.T[..., None]
+    roots = children(feature_DB1, match_B1S, 0, policy.fanouts[0])
     width, num_earlier = first_width(policy), sum(policy.widths[1:-1])
     batch, num_heads, _, head_dim = state.cache.keys[0].shape
-    out_DBW = jnp.repeat(state.feature[..., None], width, axis=2)
+    out_DBW = jnp.repeat(feature_DB1, width, axis=2)
     match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, width, axis=1)
     mask_BWM = jnp.zeros((batch, width, num_earlier), bool)
     memory = (jnp.zeros((batch, num_heads, num_earlier, head_dim), self.dtype),) * 2

@@ -1,4 +1,4 @@
-"""The target answers prompts: plain decoding of many rows, where a finished row makes room for the next prompt.
+"""The target answers prompts, by plain decoding of many rows (see `continuous`).
 
 A `Recorder` stands where a drafter would: it drafts nothing, and what a drafter would absorb (the features of the
 committed rows) it writes down.
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import cache as kv_cache
+from eagle_jax.continuous import Request, Rows
 from eagle_jax.draft.drafter import NoDrafter
 from eagle_jax.draft.policy import Plain
-from eagle_jax.loop import decode_step
-from eagle_jax.prefill import bucket, pad_prompts, run_prefill
+from eagle_jax.prefill import bucket, pad_prompts
+from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, mesh_of, using
-from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation, Message, Refused, counting, text_before
-from eagle_jax.tree import NO_TOKEN
 
 _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
 
@@ -52,44 +52,12 @@ class Recorder(NoDrafter):
     return Recording(kv_cache.write(state.feature, feature_B1PD, state.length), state.length + count_B)
 
 
-class Request(NamedTuple):
-  """A prompt to be answered."""
-
-  id: int  # keys the noise
-  token: list[int]
-  temperature: float
-
-
 class Answer(NamedTuple):
   """The target's answer to a request."""
 
   request: Request
   token: np.ndarray  # [n] i32, ends with the EOS if one came
   feature: np.ndarray  # [num_prompt + n - 1, D] bf16; the newest token has none: no pass saw it
-
-
-@functools.partial(jax.jit, donate_argnames='state')
-def _insert(state: DecodeState, fresh: DecodeState, row_R: jax.Array) -> DecodeState:
-  """Puts freshly prefilled rows, which have slots for their prompts alone, in the place of rows `row_R`.
-
-  A row beyond the last one is dropped.
-  """
-
-  def put(old, new):
-    return jax.tree.map(lambda x, y: x.at[(row_R, *map(slice, y.shape[1:]))].set(y, mode='drop'), old, new)
-
-  temperature = put(state.sampling.temperature, fresh.sampling.temperature)
-  by_row = [name for name in DecodeState._fields if name not in ('sampling', 'limits', 'room')]
-  rows: dict[str, Any] = {name: put(getattr(state, name), getattr(fresh, name)) for name in by_row}
-  return state._replace(sampling=state.sampling._replace(temperature=temperature), **rows)
-
-
-@functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
-def _advance(params: Params, state: DecodeState, num_done: jax.Array, *, spec: Spec) -> DecodeState:
-  """Decodes until `num_done` rows are done."""
-  return jax.lax.while_loop(
-    lambda state: state.is_done.sum() < num_done, lambda state: decode_step(params, state, spec=spec), state
-  )
 
 
 class Answerer:
@@ -125,18 +93,20 @@ class Answerer:
         f'max_prompt {max_prompt} + max_new_tokens {max_new_tokens} is beyond the context of '
         f'{target.config.max_context}. Lower one of them.'
       )
-    self.max_prompt = max_prompt
-    self.target = target
-    self._num_rows, self._num_refill = num_rows, num_refill
+    self.target, self.max_prompt = target, max_prompt
     recorder = Recorder(target.config.width if records_features else 0)
-    self._spec = Spec(_network(target), recorder, Plain())
-    self._params, self._mesh = Params(target.params, ()), mesh_of(target.params)
-    self._seed = seed
-    # In NumPy: every state holds them, and states are donated.
-    limits: Any = np.int32(max_new_tokens), np.asarray([*target.config.eos_ids] or [NO_TOKEN], np.int32)
-    self._limits = Limits(*limits)
-    self._num_slots = bucket(max_prompt) + max_new_tokens
-    self._static = {'target': self._spec.target, 'drafter': self._spec.drafter, 'num_new': max_new_tokens}
+    self._rows = Rows(
+      Params(target.params, ()),
+      Spec(_network(target), recorder, Plain()),
+      mesh_of(target.params),
+      num_rows=num_rows,
+      num_refill=num_refill,
+      max_prompt=max_prompt,
+      max_new_tokens=max_new_tokens,
+      num_new=max_new_tokens,
+      sampling=Sampling.of(seed=seed)._replace(temperature=jnp.zeros(num_rows)),
+      eos_ids=target.config.eos_ids,
+    )
 
   def answer(self, requests: Iterable[Request]) -> Iterator[Answer]:
     """Yields the answers as they are finished. An answer depends on its request and the seed alone.
@@ -144,73 +114,23 @@ class Answerer:
     Raises:
       ValueError: a prompt is empty or longer than `max_prompt`.
     """
-    waiting = collections.deque(requests)
-    for request in waiting:
+    requests = [*requests]
+    for request in requests:
       if not 1 <= len(request.token) <= self.max_prompt:
         raise ValueError(f'Request {request.id} has {len(request.token)} tokens; 1 to {self.max_prompt} are needed.')
-    asked: dict[int, Request] = {}  # by row
-    with using(self._mesh):
-      state = self._empty()
-    while waiting or asked:
-      with using(self._mesh):
-        state = self._refill(state, waiting, asked)
-        num_done = min(self._num_refill, len(waiting)) if waiting else self._num_rows
-        state = _advance(self._params, state, jnp.int32(num_done), spec=self._spec)
-        answers = self._harvest(state, asked)
-      yield from answers
-
-  def _refill(self, state: DecodeState, waiting: collections.deque[Request], asked: dict[int, Request]) -> DecodeState:
-    """Moves requests from `waiting` to free rows, `num_refill` at a time, for as long as there are both."""
-    while waiting and self._num_rows - len(asked) >= min(self._num_refill, len(waiting)):
-      free = [row for row in range(self._num_rows) if row not in asked]
-      chosen = self._next(waiting)
-      rows = free[: len(chosen)]
-      asked |= dict(zip(rows, chosen, strict=True))
-      state = _insert(state, self._prefill(chosen), jnp.asarray(self._padded(rows, self._num_rows)))
-    return state
-
-  def _next(self, waiting: collections.deque[Request]) -> list[Request]:
-    """Takes the first request, and with it others of about its length that wait near it: less padding."""
-    size = bucket(len(waiting[0].token))
-    near = [request for request, _ in zip(waiting, range(32 * self._num_refill), strict=False)]
-    fitting = [request for request in near if bucket(len(request.token)) <= size]
-    chosen = sorted(fitting, key=lambda request: -bucket(len(request.token)))[: self._num_refill]
-    for request in chosen:
-      waiting.remove(request)
-    return chosen
-
-  def _prefill(self, chosen: Sequence[Request]) -> DecodeState:
-    prompts = self._padded([request.token for request in chosen], [0])
-    tokens_RL, length_R = pad_prompts(prompts, max(len(request.token) for request in chosen))
-    temperature_R = jnp.asarray(self._padded([request.temperature for request in chosen], 0.0), jnp.float32)
-    sampling = Sampling.of(seed=self._seed)._replace(temperature=temperature_R)
-    id_R = jnp.asarray(self._padded([request.id for request in chosen], 0), jnp.int32)
-    arguments = self._params, tokens_RL, length_R, id_R, sampling, self._limits
-    return run_prefill(*arguments, num_slots=tokens_RL.shape[1], **self._static)
-
-  def _padded(self, values: list, filler: Any) -> list:
-    return values + [filler] * (self._num_refill - len(values))
-
-  def _empty(self) -> DecodeState:
-    """All rows done, none of them anyone's."""
-    zero_B = jnp.zeros(self._num_rows, jnp.int32)
-    sampling = Sampling.of(seed=self._seed)._replace(temperature=jnp.zeros(self._num_rows))
-    arguments = self._params, zero_B[:, None], zero_B + 1, zero_B, sampling, self._limits
-    shapes = jax.eval_shape(functools.partial(run_prefill, num_slots=self._num_slots, **self._static), *arguments)
-    blank = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    return blank._replace(is_done=jnp.ones(self._num_rows, bool), sampling=sampling, limits=self._limits)
-
-  def _harvest(self, state: DecodeState, asked: dict[int, Request]) -> list[Answer]:
-    """The answers of the rows that are done, which are then nobody's."""
-    is_done_B = fetched(state.is_done)
-    done = {row: asked.pop(row) for row in sorted(asked) if is_done_B[row]}
-    rows = np.resize([*done], -(-len(done) // self._num_refill) * self._num_refill)  # few sizes, few programs
-    taken = state.text[rows], state.cache.length[rows], state.drafter.feature[rows, 0]
-    answers = []
-    for request, text_S, num_seen, feature_SD in zip(done.values(), *fetched(taken), strict=False):
+    for number, (text_S, num_seen, feature_SD) in self._rows.run(requests, _RECORDED):
+      request = requests[number]
       token_N = text_S[len(request.token) : num_seen + 1].copy()
-      answers.append(Answer(request, token_N, feature_SD[:num_seen].astype(jnp.bfloat16)))
-    return answers
+      yield Answer(request, token_N, feature_SD[:num_seen].astype(jnp.bfloat16))
+
+
+@jax.jit
+def _recorded(state: DecodeState, row_n: jax.Array) -> tuple[jax.Array, ...]:
+  """Text, the number of tokens in the cache, and features."""
+  return state.text[row_n], state.cache.length[row_n], state.drafter.feature[row_n, 0]
+
+
+_RECORDED = Program(_recorded)
 
 
 def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:

@@ -1,0 +1,89 @@
+"""`policy='auto'`: from what was measured on this device, plain decoding among the choices, or a guess."""
+
+import logging
+
+import jax
+
+from eagle_jax.cost import Costs, find
+from eagle_jax.device import device_name
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
+from eagle_jax.request import require_loaded
+from eagle_jax.sharding import mesh_of
+from eagle_jax.target.transformer import Target
+
+log = logging.getLogger('eagle_jax')
+
+
+def settle(
+  target: Target,
+  drafter: Drafter | None,
+  *,
+  policy: str | TreePolicy,
+  batch: int = 1,
+  waits: bool = True,
+  costs: Costs | None = None,
+) -> tuple[TreePolicy, Drafter | None, Costs | None]:
+  """What a request for a policy comes to. Arguments are those of `decode.build`.
+
+  Returns:
+    The policy; the drafter, with the draft vocabulary that costs were measured with; and the costs, if they are used.
+  """
+  require_loaded(target, drafter)
+  if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
+    costs = find_costs(target, drafter, batch=batch)
+  there = costs and costs.at_batch(batch, waits=waits)
+  chosen = _resolve(policy, target, drafter, there, batch)
+  if drafter is None or costs is None or there is None:
+    return chosen, drafter, costs
+  if policy == 'auto':
+    source = 'when measured' if there is costs else f'modelled for {batch} rows from a measured {costs.batch}'
+    rate = there.policies[0].tok_per_s
+    log.info('auto: %s, %.1f tokens/s %s (%s, %s)', chosen.describe(), rate, source, costs.device, costs.date)
+  return chosen, drafter.first_ids(costs.num_ids), there
+
+
+def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
+  """What `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
+  dtype = str(target.params['embed']['weight'].dtype)
+  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': dtype}
+  return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
+
+
+def guessed_policy(batch: int, *, platform: str) -> TreePolicy:
+  """What probably pays where nothing was measured: few rows where a row costs much, the paper's tree where they are
+  nearly free, and for a batch as much of it as fits: rows are free until arithmetic takes as long as reading weights.
+
+  Args:
+    batch: rows on one device.
+    platform: 'cpu', 'gpu' or 'tpu'.
+  """
+  free_rows = 4 if platform == 'cpu' else 256
+  num_nodes = min(free_rows // batch, DynamicTree().num_nodes)
+  if num_nodes < 2:
+    return Plain()
+  return Chain(min(3, num_nodes - 1), lookup=True) if num_nodes < 16 else DynamicTree(num_nodes=num_nodes, lookup=True)
+
+
+def _resolve(
+  policy: str | TreePolicy, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int
+) -> TreePolicy:
+  if policy == 'plain' or (policy == 'auto' and drafter is None):
+    return Plain()
+  if policy == 'auto' and costs is not None:
+    return costs.policies[0].policy
+  if policy == 'auto':
+    mesh = mesh_of(target.params)
+    num_shards = 1 if mesh is None else mesh.shape.get('data', 1)
+    guess = guessed_policy(-(-batch // num_shards), platform=jax.default_backend())
+    log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
+    return guess
+  if isinstance(policy, Adaptive) and costs is None:
+    raise ValueError(f'{policy.describe()} weighs costs, and none are stored for this pair here: run launch/cost.py.')
+  if isinstance(policy, (str, type)) or not hasattr(policy, 'fanouts'):
+    raise ValueError(
+      f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
+    )
+  if drafter is None and not isinstance(policy, Plain):
+    raise ValueError(f"{policy.describe()} needs a drafter, and none came. Load one, or pass policy='plain'.")
+  return policy

@@ -1,0 +1,119 @@
+"""More prompts than rows: finished rows are refilled, and nothing that is said or accepted changes by it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import decode
+from eagle_jax.config import Eagle3Config
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle3 import Eagle3
+from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
+from test_cost import COSTS
+from test_decode import compile_events
+
+VOCAB = 12  # so few that a random drafter is right now and then
+EAGLE3 = Eagle3Config(
+  vocab_size=VOCAB, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=48, target_width=32, taps=(0, 1, 1)
+)
+DRAFTER = tiny.drafter(dataclasses.replace(tiny.DRAFTER, vocab_size=VOCAB))
+ADAPTIVE = Adaptive(4, 3, 3, 8, smaller=(1, 4), thresholds=(1e-3, 1e-3))  # drafts, whatever it costs
+POLICIES = (Plain(), Chain(3), DynamicTree(4, 3, 3, 8, lookup=True), ADAPTIVE)
+SAMPLINGS = {
+  'greedy': {},
+  'sampled': {'temperature': 0.9, 'top_k': 40, 'seed': 3, 'row_ids': [4, 4, 0, 9, 5, 6, 7]},
+}
+STATS = ('num_new_tokens', 'num_target_passes', 'tau', 'policy')
+NUM_NEW = 20
+
+
+@pytest.fixture(scope='module')
+def target():
+  """Its text hangs on all that came before, and ends now and then."""
+  config = dataclasses.replace(tiny.TARGET, vocab_size=VOCAB, eos_ids=(0,))
+  made = tiny.target(config)
+  made.params['embed']['weight'] *= 50
+  return made
+
+
+@pytest.fixture(scope='module')
+def prompts():
+  rng = np.random.default_rng(1)
+  return [rng.integers(1, VOCAB, size).tolist() for size in (3, 40, 1, 17, 9, 30, 5)]
+
+
+def fields(out, *, names=STATS):
+  return out.tokens, out.num_accepted, {name: out.stats[name] for name in names}
+
+
+@pytest.mark.parametrize('sampling', SAMPLINGS)
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, policy, sampling):
+  costs = COSTS if isinstance(policy, Adaptive) else None
+  how = {'max_new_tokens': NUM_NEW, 'policy': policy, 'costs': costs, **SAMPLINGS[sampling]}
+  whole = decode.generate(target, DRAFTER, prompts, **how)
+  assert len({len(tokens) for tokens in whole.tokens}) > 2  # they end at different steps
+  assert sum(map(sum, whole.num_accepted)) > 3 or policy.num_nodes < 8
+  for batch_size in (1, 3):
+    out = decode.generate(target, DRAFTER, prompts, batch_size=batch_size, **how)
+    if isinstance(policy, Adaptive):  # a batch weighs costs as its rows do in the mean, so its trees are its own
+      assert out.tokens == whole.tokens
+    else:
+      assert fields(out) == fields(whole)
+
+
+def test_the_cache_holds_the_longest_prompt_and_all_its_tokens(target):
+  """Both fill their buckets, and the last path of a row that is done is still written behind them."""
+  prompts = np.random.default_rng(2).integers(1, VOCAB, (5, 16)).tolist()
+  how = {'max_new_tokens': 24, 'policy': DynamicTree(4, 3, 3, 8), 'eos_ids': ()}
+  whole = decode.generate(target, DRAFTER, prompts, **how)
+  assert fields(decode.generate(target, DRAFTER, prompts, batch_size=2, **how)) == fields(whole)
+
+
+def test_an_eagle3_head_s_rows_are_refilled(target, prompts):
+  head = {'head': {'weight': jax.random.normal(jax.random.key(2), (VOCAB, 32))}}
+  drafter = Drafter(EAGLE3, Eagle3(EAGLE3).init_params(jax.random.key(3)) | head)
+  how = {'max_new_tokens': NUM_NEW, 'policy': Chain(2)}
+  whole = decode.generate(target, drafter, prompts, **how)
+  assert fields(decode.generate(target, drafter, prompts, batch_size=3, **how)) == fields(whole)
+
+
+def test_enough_rows_for_all_are_one_batch(target, prompts):
+  how = {'max_new_tokens': 8, 'policy': Chain(3)}
+  whole = decode.generate(target, DRAFTER, prompts, **how)
+  with compile_events() as events:
+    for batch_size in (len(prompts), 100, np.int64(7)):
+      assert fields(decode.generate(target, DRAFTER, prompts, batch_size=batch_size, **how)) == fields(whole)
+  assert not any('backend_compile' in event for event in events)
+
+
+def test_other_prompts_of_like_length_compile_nothing(target, prompts):
+  how = {'policy': Chain(2), 'batch_size': 3}
+  first = decode.generate(target, DRAFTER, prompts, max_new_tokens=20, **how)
+  others = [[1 + token % 11 for token in prompt] for prompt in prompts]
+  again = decode.generate(target, DRAFTER, others, max_new_tokens=18, temperature=0.5, eos_ids=[7], **how)
+  assert first.stats['compile_s'] > 0
+  assert again.stats['compile_s'] == 0
+  assert again.stats['decode_s'] > 0
+  assert again.stats['prefill_s'] > 0
+
+
+@pytest.mark.parametrize('batch_size', [0, -1, 1.5, 'many'])
+def test_a_batch_of_no_rows_is_an_error(target, prompts, batch_size):
+  with pytest.raises(ValueError, match='batch_size is'):
+    decode.generate(target, None, prompts, batch_size=batch_size)
+
+
+def test_auto_knows_that_refilled_rows_do_not_wait():
+  waiting, refilled = COSTS.at_batch(4), COSTS.at_batch(4, waits=False)
+  for one, other in zip(
+    sorted(waiting.policies, key=lambda rate: rate.kind),
+    sorted(refilled.policies, key=lambda rate: rate.kind),
+    strict=True,
+  ):
+    assert one.policy == other.policy
+    assert (one.tok_per_s < other.tok_per_s) == (one.tau > 1)
+  assert refilled.times == waiting.times
