@@ -162,8 +162,10 @@ def main() -> None:
             given = decode.generate(target, drafter, prompts[:batch], **request)
             case = f'{policy_name} {batch} {sampling_name}'
             cases.setdefault(case, {})[mesh_name] = [given.tokens, given.num_accepted]
-      eagle3 = hub.load_drafter(eagle3_folder, target)
       request = {'max_new_tokens': 16, 'policy': POLICIES['dynamic'], **SAMPLING['sampled']}
+      given = decode.generate(target, drafter, prompts, batch_size=4, **request)
+      cases.setdefault('refilled 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
+      eagle3 = hub.load_drafter(eagle3_folder, target)
       given = decode.generate(target, eagle3, prompts, **request)
       cases.setdefault('eagle3 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES['chain'])

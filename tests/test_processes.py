@@ -77,6 +77,7 @@ def test_two_processes_decode_what_one_does(found):
   (alone, *together), _ = found
   assert [each['decoded'] for each in together] == [alone['decoded']] * 2
   assert sum(map(sum, alone['decoded']['chain(max_depth=2)'][1])) > 0
+  assert any(alone['decoded']['refilled'] == found for name, found in alone['decoded'].items() if 'dynamic' in name)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ CASES = [
   for policy in ('chain', 'dynamic')
   for batch in (8, 1)
   for sampling in ('greedy', 'sampled')
-] + ['eagle3 8 sampled']
+] + ['eagle3 8 sampled', 'refilled 8 sampled']
 MESHES = ('1x4', '2x4', '8x1')
 
 
@@ -118,6 +118,13 @@ def on_meshes():
 def test_sharded_is_unsharded(on_meshes, case, mesh):
   """Tokens, and what was accepted: a drafter gone wrong would change the latter alone."""
   assert on_meshes['cases'][case][mesh] == on_meshes['cases'][case]['none']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', ['none', *MESHES])
+def test_refilled_rows_are_those_of_one_batch(on_meshes, mesh):
+  cases = on_meshes['cases']
+  assert cases['refilled 8 sampled'][mesh] == cases['dynamic 8 sampled']['none']
 
 
 @pytest.mark.slow
