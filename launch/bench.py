@@ -36,7 +36,7 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 
 
 def main(_):
-  folder, out, how = Path(FLAGS.questions), Path(FLAGS.out), options.requested()
+  folder, out, how = Path(FLAGS.questions), Path(FLAGS.out).expanduser(), options.requested()
   tasks = FLAGS.tasks or questions.tasks_in(folder)
   asked = [question for task in tasks for question in questions.read_questions(folder, task, FLAGS.num_questions)]
   target, drafter = common.models()

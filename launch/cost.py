@@ -49,7 +49,7 @@ def main(_):
     measure = functools.partial(tune, target, drafter, prompts, max_new_tokens=FLAGS.max_new_tokens, **how)
   for batch in FLAGS.batch:
     costs = measure(batch=batch)
-    path = cost.write(costs, FLAGS.out and Path(FLAGS.out))
+    path = cost.write(costs, FLAGS.out and Path(FLAGS.out).expanduser())
     plot_costs(costs, path.with_suffix('.png'))
     print(json.dumps(dataclasses.asdict(costs)) if FLAGS.json else cost.table(costs))
     print(f'written to {path}', file=sys.stderr)

@@ -36,7 +36,7 @@ def main(_):
     return
   if FLAGS.out is None:
     raise ValueError('--out is missing: name the run folder.')
-  out = Path(FLAGS.out)
+  out = Path(FLAGS.out).expanduser()
   metrics = run.run(
     config,
     out / FLAGS.variant if FLAGS.variant else out,

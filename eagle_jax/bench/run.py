@@ -18,7 +18,12 @@ log = logging.getLogger('eagle_jax')
 
 
 def run(
-  bench: Bench, questions: Sequence[Question], temperature: float, log: Path, folder: Path, settings: Mapping[str, Any]
+  bench: Bench,
+  questions: Sequence[Question],
+  temperature: float,
+  answers_log: Path,
+  folder: Path,
+  settings: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Measures, calibrates the drafter along plain decoding's answers, writes and plots; arguments as `Bench.measure`.
 
@@ -29,7 +34,7 @@ def run(
   Raises:
     ValueError: as `Bench.measure`, or no question has room in the context.
   """
-  measured = bench.measure(questions, temperature, log, settings)
+  measured = bench.measure(questions, temperature, answers_log, settings)
   answers = list(tqdm(measured, desc=f'answers, temperature {temperature:g}'))
   if not answers:
     most = bench.target.config.max_context - bench.options['max_new_tokens']

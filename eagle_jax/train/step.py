@@ -33,6 +33,15 @@ class Objective:
   reachable_top: int = 0  # a chain counts while the text is among the drafter's best so many (GRIFFIN); 0: always
   is_leaky: bool = False  # see `rollout.staircase`; for comparison only
 
+  def __post_init__(self):
+    least = {'regression': 0, 'cross_entropy': 0, 'top_k': 1, 'top_k_cross_entropy': 0, 'num_steps': 1}
+    least |= {'step_decay': 0, 'reachable_top': 0}
+    if below := {name: bound for name, bound in least.items() if not getattr(self, name) >= bound}:
+      came = {name: getattr(self, name) for name in below}
+      raise ValueError(f'Objective: {came} came; at least {below} is needed.')
+    if not self.regression + self.cross_entropy + self.top_k_cross_entropy > 0:
+      raise ValueError('Objective: all weights are 0, so nothing is learned; one of them must be above.')
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
