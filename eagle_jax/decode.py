@@ -11,7 +11,7 @@ Requests are checked, and padded in NumPy, before any tracing.
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -147,6 +147,7 @@ def generate(
   eos_ids: Sequence[int] | None = None,
   costs: Costs | None = None,
   batch_size: int | None = None,
+  progress: Callable = lambda x, **_: x,
 ) -> Generation:
   """Decodes prompts; in float32 the text is that of plain decoding, whatever drafter, policy and batch.
 
@@ -165,6 +166,7 @@ def generate(
     eos_ids: tokens that end a row; default the target's, () for none.
     costs: see `build`.
     batch_size: prompts decoded together; the others wait, and take the places of those that are done. None: all.
+    progress: wraps prompts as they are finished, if there are more than `batch_size`, as tqdm does.
 
   Raises:
     ValueError: what came cannot be decoded; said before anything is compiled.
@@ -184,8 +186,9 @@ def generate(
     row_ids=row_ids,
     eos_ids=eos_ids,
   )
-  decoded = _together if asked.batch == len(asked.ids) else _by_and_by
-  (text_BS, root_B, num_accepted_BN, work), seconds = decoded(asked, mesh_of(target.params))
+  mesh = mesh_of(target.params)
+  seen, seconds = _together(asked, mesh) if asked.batch == len(asked.ids) else _by_and_by(asked, mesh, progress)
+  text_BS, root_B, num_accepted_BN, work = seen
   tokens = [_newest(*row) for row in zip(text_BS, root_B, work.num_tokens, strict=True)]
   num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, work.num_passes, strict=True)]
   text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
@@ -207,7 +210,7 @@ def _together(asked: '_Asked', mesh: Mesh | None) -> tuple[tuple, dict[str, floa
   return seen, {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
 
 
-def _by_and_by(asked: '_Asked', mesh: Mesh | None) -> tuple[tuple, dict[str, float]]:
+def _by_and_by(asked: '_Asked', mesh: Mesh | None, progress: Callable) -> tuple[tuple, dict[str, float]]:
   """The same, of more requests than are decoded together: see `continuous`."""
   row_ids = asked.how['row_ids'] or range(len(asked.ids))
   rows = Rows(
@@ -222,7 +225,8 @@ def _by_and_by(asked: '_Asked', mesh: Mesh | None) -> tuple[tuple, dict[str, flo
     sampling=asked.sampling,
     eos_ids=asked.spec.target.eos_ids if asked.how['eos_ids'] is None else asked.how['eos_ids'],
   )
-  finished = dict(rows.run(map(Request, row_ids, asked.ids), _SEEN_AT))
+  run = rows.run(map(Request, row_ids, asked.ids), _SEEN_AT)
+  finished = dict(progress(run, total=len(asked.ids), desc='prompts'))
   seen = jax.tree.map(lambda *row: np.stack(row), *(finished[number] for number in range(len(asked.ids))))
   return seen, {name: getattr(rows, name) for name in ('prefill_s', 'decode_s', 'compile_s')}
 

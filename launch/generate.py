@@ -12,6 +12,7 @@ import common
 import entry
 import options
 from absl import flags
+from tqdm import tqdm
 
 from eagle_jax import decode
 from eagle_jax.text import read_prompts
@@ -43,7 +44,7 @@ def main(_):
       print(chunk.text, end='', flush=True)
     print()
   else:
-    out = decode.generate(target, drafter, prompts, batch_size=FLAGS.batch_size, **how)
+    out = decode.generate(target, drafter, prompts, batch_size=FLAGS.batch_size, progress=tqdm, **how)
     for text, tokens in zip(out.text, out.tokens, strict=True):  # a target without tokenizer has refused the prompts
       print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text}\n')
   line = (

@@ -1,6 +1,7 @@
 """More prompts than rows: finished rows are refilled, and nothing that is said or accepted changes by it."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -49,6 +50,13 @@ def fields(out, *, names=STATS):
   return out.tokens, out.num_accepted, {name: out.stats[name] for name in names}
 
 
+def progress(seen, iterable, *, total, desc):
+  seen.append(total)
+  for each in iterable:
+    seen.append(total)
+    yield each
+
+
 @pytest.mark.parametrize('sampling', SAMPLINGS)
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda policy: type(policy).__name__)
 def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, policy, sampling):
@@ -58,7 +66,10 @@ def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, pol
   assert len({len(tokens) for tokens in whole.tokens}) > 2  # they end at different steps
   assert sum(map(sum, whole.num_accepted)) > 3 or policy.num_nodes < 8
   for batch_size in (1, 3):
-    out = decode.generate(target, DRAFTER, prompts, batch_size=batch_size, **how)
+    wrapped = []
+    wrap = functools.partial(progress, wrapped)
+    out = decode.generate(target, DRAFTER, prompts, batch_size=batch_size, progress=wrap, **how)
+    assert wrapped == [len(prompts)] * (len(prompts) + 1)
     if isinstance(policy, Adaptive):  # a batch weighs costs as its rows do in the mean, so its trees are its own
       assert out.tokens == whole.tokens
     else:

@@ -151,7 +151,7 @@ def our_outputs(target, drafter, token, taps, drafted):
   state = network.init(1, 32)
   followed = network.follow(params, state, jnp.asarray(token)[None], taps)
   state = network.absorb(state, followed, jnp.asarray([len(token)]))
-  outputs, earlier, feature = [followed.out], None, state.feature[..., None]
+  outputs, earlier, feature = [followed.out], None, state.feature.T[..., None]
   for number, new in enumerate(drafted):
     mask = jnp.ones((1, 1, number + 1), bool)
     rows = jnp.asarray([[new]]), network.feed(params, feature), jnp.asarray([[len(token) + number]]), mask
