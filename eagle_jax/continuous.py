@@ -23,7 +23,6 @@ from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, using
 from eagle_jax.state import DecodeState, Limits, Params, Spec
-from eagle_jax.tree import NO_TOKEN
 
 _NEAR = 32  # refills' worth of waiting requests, among which those of like length are chosen
 
@@ -99,8 +98,7 @@ class Rows:
     self._params, self._spec, self._mesh = params, spec, mesh
     self._num_rows, self._num_refill = num_rows, num_refill
     # In NumPy: every state holds them, and states are donated.
-    limits: Any = np.int32(max_new_tokens), np.asarray([*eos_ids] or [NO_TOKEN], np.int32)
-    self._limits, self._sampling = Limits(*limits), jax.device_get(sampling)
+    self._limits, self._sampling = jax.device_get((Limits.of(max_new_tokens, eos_ids), sampling))
     # A finished row, which has all tokens but the root in its cache, is still written to: the path of a step.
     self._num_slots = bucket(max_prompt) + num_new + spec.max_path - 1
     self._static = {'target': spec.target, 'drafter': spec.drafter, 'num_new': num_new}

@@ -9,7 +9,6 @@ Requests are checked, and padded in NumPy, before any tracing.
 """
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -40,8 +39,6 @@ from eagle_jax.text import Detokenizer
 __all__ = [
   'Chunk', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'prefill', 'result', 'stream',
 ]  # fmt: skip
-
-log = logging.getLogger('eagle_jax')
 
 REFILLED = 4  # a quarter of the rows at a time
 

@@ -15,7 +15,6 @@ from eagle_jax.sampling import Sampling, choose
 from eagle_jax.state import DecodeState, Limits, Params, Spec
 from eagle_jax.target import TargetNetwork
 from eagle_jax.target.transformer import TransformerTarget
-from eagle_jax.tree import NO_TOKEN
 
 MIN_BUCKET = 16
 
@@ -115,7 +114,7 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   num_new = bucket(max_new_tokens)
   row_id_B = jnp.asarray(np.arange(batch) if row_ids is None else row_ids, jnp.int32)
   eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
-  limits = Limits(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
+  limits = Limits.of(max_new_tokens, eos_ids)
   num_slots = slots_for(num_prompt, num_new, spec)
   static = {'target': spec.target, 'drafter': spec.drafter, 'num_slots': num_slots, 'num_new': num_new}
   return (params._replace(economies=()), tokens_BL, length_B, row_id_B, sampling, limits), static

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from eagle_jax.cache import KVCache
 from eagle_jax.draft import DraftNetwork
@@ -11,6 +12,7 @@ from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import constrain_rows
 from eagle_jax.target import TargetNetwork
+from eagle_jax.tree import NO_TOKEN
 
 
 class Params(NamedTuple):
@@ -51,6 +53,11 @@ class Limits(NamedTuple):
 
   max_new_tokens: jax.Array  # [] i32, or [B], one a row; the first token (from prefill) included
   eos: jax.Array  # [n] i32, any of them ends a row; NO_TOKEN fills unused slots
+
+  @classmethod
+  def of(cls, max_new_tokens: Any, eos_ids: Any) -> 'Limits':
+    """From Python numbers, or traced ones; without EOS ids, one unused slot."""
+    return cls(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
 
 
 class DecodeState(NamedTuple):
