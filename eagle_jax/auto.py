@@ -27,7 +27,8 @@ def settle(
   """What a request for a policy comes to. Arguments are those of `decode.build`.
 
   Returns:
-    The policy; the drafter, with the draft vocabulary that costs were measured with; and the costs, if they are used.
+    The policy; the drafter as costs were measured, with their draft vocabulary, and quantised or not; and the costs, if
+    they are used.
   """
   require_loaded(target, drafter)
   if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
@@ -39,8 +40,10 @@ def settle(
   if policy == 'auto':
     source = 'when measured' if there is costs else f'modelled for {batch} rows from a measured {costs.batch}'
     rate = there.policies[0].tok_per_s
-    log.info('auto: %s, %.1f tokens/s %s (%s, %s)', chosen.describe(), rate, source, costs.device, costs.date)
-  return chosen, drafter.first_ids(costs.num_ids), there
+    form = f'{costs.num_ids} ids, {"8 bits" if costs.is_quantised else costs.dtype}'
+    log.info('auto: %s, %s, %.1f tokens/s %s (%s, %s)', chosen.describe(), form, rate, source, costs.device, costs.date)
+  drafter = drafter.first_ids(costs.num_ids)
+  return chosen, drafter.quantised() if costs.is_quantised else drafter, there
 
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:

@@ -21,7 +21,7 @@ from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePoli
 from eagle_jax.weights.fetch import cache_folder
 from eagle_jax.weights.files import replacing
 
-VERSION = 4  # of the stored form
+VERSION = 5  # of the stored form
 SHIPPED = Path(__file__).parent / 'assets' / 'costs'
 KINDS = {'plain': Plain, 'chain': Chain, 'dynamic': DynamicTree, 'adaptive': Adaptive}
 
@@ -99,6 +99,7 @@ class Costs(Parts):
   modelled: tuple['Rate', ...]  # tau by traces, over the sum of the parts
   calibrations: tuple['Calibration', ...]  # by the temperature of the text, ascending
   num_ids: int  # size of the draft vocabulary that all this is for
+  is_quantised: bool  # and whether the drafter's matrices are in 8 bits
   vocabularies: tuple['Vocabulary', ...]
 
   @property
@@ -181,6 +182,7 @@ class Vocabulary:
   """What a drafter comes to that drafts only its first `num_ids` ids, with a chain of three."""
 
   num_ids: int
+  is_quantised: bool
   coverage: float  # share of the target's answers' tokens among them
   tau: float
   cycle_ms: float
@@ -321,6 +323,8 @@ def table(parts: Parts) -> str:
     lines += ['', '| policy | tau | tokens/s |', '|---|---|---|']
     lines += [f'| {one.policy.describe()} | {one.tau:.2f} | {one.tok_per_s:.1f} |' for one in parts.policies]
     lines += [f'| {one.policy.describe()}, modelled | {one.tau:.2f} | {one.tok_per_s:.1f} |' for one in parts.modelled]
-    lines += ['', '| draft vocabulary | coverage | tau of a chain of 3 | cycle, ms |', '|---|---|---|---|']
-    lines += [f'| {v.num_ids} | {v.coverage:.1%} | {v.tau:.2f} | {v.cycle_ms:.2f} |' for v in parts.vocabularies]
+    lines += ['', '| draft vocabulary | bits | coverage | tau of a chain of 3 | cycle, ms |', '|---|---|---|---|---|']
+    for v in parts.vocabularies:
+      bits = 8 if v.is_quantised else 8 * jnp.dtype(parts.dtype).itemsize
+      lines.append(f'| {v.num_ids} | {bits} | {v.coverage:.1%} | {v.tau:.2f} | {v.cycle_ms:.2f} |')
   return '\n'.join(lines)

@@ -33,6 +33,7 @@ from eagle_jax.request import at_least_one, known_integers, require_loaded, requ
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, is_shared, mesh_of, param_sharding, put, using
 from eagle_jax.state import DecodeState, Params, Spec
+from eagle_jax.target.quantised import quantised
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.text import Detokenizer
 
@@ -110,8 +111,8 @@ def build(
   return Params(target.params, params, economies), spec
 
 
-def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
-  """Embedding and head, and the head's ids: the target's by reference (of a draft vocabulary, a copy of the rows), or
+def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
+  """Embedding and head, and the head's ids: the target's by reference (of a draft vocabulary, or quantised, a copy), or
   the drafter's own."""
   mesh = mesh_of(target.params)
 
@@ -125,6 +126,7 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, jax.Array]:
     head_UD = own['head']['weight']
   else:
     head_UD = place(target.head_VD[ids_U], 'head') if 'ids' in own else target.head_VD
+    head_UD = quantised(head_UD) if drafter.is_quantised else head_UD
   whole = {'whole_head': target.head_VD} if 'ids' in own and 'head' not in own else {}
   return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}
 

@@ -104,7 +104,8 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
     name_or_path: a shipped name, or a folder with config.json (ours or a published head's) and safetensors or
       pytorch_model.bin, of which nothing is executed.
     target: the model it drafts for.
-    dtype: of the parameters, as in `load_target`; None means the target's.
+    dtype: of the parameters, as in `load_target`; None means the target's. 'int8' means the target's with matrices in
+      8 bits, see `Drafter.quantised`.
 
   Raises:
     ValueError: unknown name, another dtype, unsupported or damaged folder, tensors that do not fit, a drafter for
@@ -114,14 +115,17 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   path = _drafter_folder(name_or_path)
   config = heads.read_head_config(path, folder.read_config(path))
   require_match(config, target.config)
-  dtype = target.params['embed']['weight'].dtype if dtype is None else dtype
+  targets = target.params['embed']['weight'].dtype
+  asked = targets if dtype is None else parameter_dtype(dtype, 'int8')
   table, mesh = naming.drafter_table(config), mesh_of(target.params)
-  params = assemble(heads.read_head_tensors(path), table, dtype, mesh=mesh, source=str(path))
+  floats = targets if asked == jnp.int8 else asked
+  params = assemble(heads.read_head_tensors(path), table, floats, mesh=mesh, source=str(path))
   if 'ids' in params and not 0 <= params['ids'].min() <= params['ids'].max() < target.config.vocab_size:
     raise ValueError(f'{path}: d2t leads outside the target vocabulary of {target.config.vocab_size} ids.')
   taps = config.tapped_layers(target.config.num_layers)
   log.info('%s: %s', config.name, f'an EAGLE-3 head over the inputs of layers {taps}' if taps else 'an EAGLE-1/2 head')
-  return Drafter(config, params)
+  drafter = Drafter(config, params)
+  return drafter.quantised() if asked == jnp.int8 else drafter
 
 
 def shipped_drafters() -> list[str]:
@@ -148,8 +152,9 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   holds of its target is left out. config.json comes last: a folder without one is not taken for a drafter.
 
   Raises:
-    ValueError: `dtype` is none of those of `load_target`, or the parameters do not fit the config.
+    ValueError: `dtype` is none of those of `load_target`, the parameters do not fit the config, or they are quantised.
   """
+  drafter.require_exact()
   path, dtype = _path(path), None if dtype is None else parameter_dtype(dtype)
   table = naming.drafter_table(drafter.config)
   own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
@@ -173,8 +178,9 @@ def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout
     layout: a key of `heads.LAYOUTS`: 'safeailab' (the reference), 'sglang', 'speculators' (vLLM).
 
   Raises:
-    ValueError: unknown layout, or one that has no words for something that this drafter is.
+    ValueError: unknown layout, one that has no words for something that this drafter is, or it is quantised.
   """
+  drafter.require_exact()
   if layout not in heads.LAYOUTS:
     raise ValueError(f'Unknown layout {layout!r}; one of {sorted(heads.LAYOUTS)} is needed.')
   path = _path(path)

@@ -56,16 +56,16 @@ def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> Pa
 
 
 def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-  """Where one parameter lives; `path` is its keys in the nested dict."""
+  """Where one parameter lives; `path` is its keys in the nested dict. What has one entry a row lies as the rows."""
   axes = PARAM_AXES.get(tuple(path[-2:]), (None,) * len(shape))
-  return NamedSharding(mesh, partition(axes, shape, mesh))
+  return NamedSharding(mesh, partition(axes[: len(shape)], shape, mesh))
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
   """`param_sharding` of every leaf of nested dicts, or of what is made of them, such as an optimizer's state."""
 
   def sharding(path, leaf):
-    return param_sharding([str(getattr(key, 'key', '')) for key in path], leaf.shape, mesh)
+    return param_sharding([str(key.key) for key in path if hasattr(key, 'key')], leaf.shape, mesh)
 
   return jax.tree_util.tree_map_with_path(sharding, params)
 

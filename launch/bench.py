@@ -46,6 +46,7 @@ def main(_):
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
   setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | how | ran_on(mesh_of(target.params))
   setup |= {'policy': policy.describe(), 'draft_vocab_size': drafter and drafter.config.draft_vocab_size}
+  setup |= {'is_quantised': drafter is not None and drafter.is_quantised}
   bench = Bench(target, drafter, policy, how, FLAGS.num_repeats)
   for temperature, into in reports.items():
     summary = run(bench, asked, temperature, out / 'answers.jsonl', into, setup)

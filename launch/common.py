@@ -4,12 +4,16 @@ import jax
 from absl import flags
 
 import eagle_jax
+from eagle_jax.bench import shapes
 from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
 flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name or a folder; empty for none.')
 flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Of parameters and caches.')
+flags.DEFINE_enum(
+  'drafter_dtype', None, ['float32', 'bfloat16', 'int8'], 'Of the drafter, whose text it never is; default --dtype.'
+)
 flags.DEFINE_integer(
   'num_model',
   None,
@@ -28,4 +32,10 @@ def mesh():
 def models():
   """The target and its drafter, or None where none is wanted."""
   target = eagle_jax.load_target(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh())
-  return target, eagle_jax.load_drafter(FLAGS.drafter, target) if FLAGS.drafter else None
+  drafter = eagle_jax.load_drafter(FLAGS.drafter, target, dtype=FLAGS.drafter_dtype) if FLAGS.drafter else None
+  return target, drafter
+
+
+def random_models(shape: str):
+  """The same of a known shape, with random weights."""
+  return shapes.random_pair(shape, dtype=FLAGS.dtype, drafter_dtype=FLAGS.drafter_dtype, mesh=mesh())

@@ -38,8 +38,7 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 def main(_):
   how = {'contexts': sorted({*FLAGS.context}), 'progress': functools.partial(tqdm, file=sys.stderr)}
   if FLAGS.random_shape:
-    pair = shapes.random_pair(FLAGS.random_shape, dtype=FLAGS.dtype, mesh=common.mesh())
-    measure = functools.partial(part_costs, *pair, **how)
+    measure = functools.partial(part_costs, *common.random_models(FLAGS.random_shape), **how)
   else:
     asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
     target, drafter = common.models()

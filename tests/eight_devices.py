@@ -121,6 +121,12 @@ def kernel(mesh) -> tuple[float, int]:
   return float(abs(np.asarray(found) - expected).max()), len(exchanges)
 
 
+def weights(drafter):
+  """Matrices of the layer."""
+  layer = drafter.params['layer']
+  return [layer[part][name]['weight'] for part, name in (('attn', 'qkv'), ('attn', 'o'), ('mlp', 'down'))]
+
+
 def layout(state) -> dict[str, list[int]]:
   """Shape of each array's share, by name; scalars left out."""
   leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -165,6 +171,11 @@ def main() -> None:
       request = {'max_new_tokens': 16, 'policy': POLICIES['dynamic'], **SAMPLING['sampled']}
       given = decode.generate(target, drafter, prompts, batch_size=4, **request)
       cases.setdefault('refilled 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
+      small = hub.load_drafter(drafter_folder, target, dtype='int8')
+      for exact, rounded in zip(*map(weights, (drafter, small)), strict=True):
+        assert rounded.value.sharding.shard_shape(rounded.shape) == exact.sharding.shard_shape(exact.shape)
+      given = decode.generate(target, small, prompts, **request)
+      cases.setdefault('quantised 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       eagle3 = hub.load_drafter(eagle3_folder, target)
       given = decode.generate(target, eagle3, prompts, **request)
       cases.setdefault('eagle3 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]

@@ -34,7 +34,8 @@ COSTS = Costs(
     Calibration(0.0, (-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), Calibration(1.0, (-4.0, -1.0), (0.0, 0.6), (0.4,)),
   ), versions={}, date='2026-01-01',
   modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0), Rate('plain', {}, 100.0, 1.0)), num_ids=97,
-  vocabularies=(Vocabulary(64, 0.75, 2.0, 17.0),),
+  is_quantised=False,
+  vocabularies=(Vocabulary(64, True, 0.75, 2.0, 17.0),),
 )  # fmt: skip
 
 PARTS = Parts(**{field.name: getattr(COSTS, field.name) for field in dataclasses.fields(Parts)})
@@ -177,7 +178,7 @@ def test_a_table_shows_everything():
   assert '| behind 300 slots |' in text
   assert '| target pass, 8 nodes | 33.00 | 2.75 | 4.12 |' in text
   assert '| 2.50 | 200.0 |' in text
-  assert '| 64 | 75.0% | 2.00 | 17.00 |' in text
+  assert '| 64 | 8 | 75.0% | 2.00 | 17.00 |' in text
 
 
 def test_costs_are_plotted(tmp_path):
@@ -303,7 +304,12 @@ def test_a_pair_is_tuned(here, monkeypatch):
   assert all(list(one.value) == sorted(one.value) for one in costs.calibrations)
   assert {one.kind for one in costs.policies} >= {'plain', 'adaptive'}
   assert {one.policy for one in costs.modelled} == {Plain(), Chain(1), DynamicTree(2, 2, 2, 4)}
-  assert [one.num_ids for one in costs.vocabularies] == [97, 48]
+  assert [(one.num_ids, one.is_quantised) for one in costs.vocabularies] == [
+    (97, False),
+    (97, True),
+    (48, False),
+    (48, True),
+  ]
   assert costs.num_ids in (97, 48)
   assert costs.vocabularies[0].coverage == 1
   assert costs.policies[0].tok_per_s == max(one.tok_per_s for one in costs.policies)

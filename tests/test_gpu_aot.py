@@ -13,7 +13,7 @@ import pytest
 
 from eagle_jax.bench import compiled, described, shapes
 from eagle_jax.bench.compiled import ShapedPair
-from eagle_jax.bench.hlo import num_kernels
+from eagle_jax.bench.hlo import bytes_moved, num_kernels
 from eagle_jax.draft.drafter import NoDrafter
 from eagle_jax.draft.policy import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.loop import decode_loop, decode_step
@@ -95,6 +95,23 @@ def test_no_pass_copies_the_keys(devices, policy, drafter):
   batch, heads, slots, width = state.cache.keys[0].shape
   assert f'bf16[{batch},{heads},{slots},{width}]' in hlo
   assert not re.findall(rf'= bf16\[{batch},{heads},{width},{slots}\]\S* \w', hlo)
+
+
+def test_a_quantised_drafter_is_read_in_bytes(devices):
+  """Products take them as they are: no kernel makes floats of them first."""
+  target, drafter = shapes.configs('llama3_8b', draft_vocab_size=8192)
+  target = dataclasses.replace(target, num_layers=1)
+  pair = ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=64)
+
+  def read(pair):
+    policy = DynamicTree(max_depth=3)
+    _, state = pair.prefill(pair.spec(policy))
+    moved = bytes_moved(pair.compile(decode_step, state, pair.spec(policy)).as_text())
+    return moved, pair.bytes_needed(state, num_drafts=3)
+
+  (moved, needed), (less_moved, less_needed) = map(read, (pair, dataclasses.replace(pair, is_quantised=True)))
+  assert needed - less_needed > 3e8
+  assert moved - less_moved > 0.9 * (needed - less_needed)
 
 
 def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):

@@ -118,6 +118,20 @@ def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
   assert compiled.table(found).count('\n') == 2 + 4
 
 
+def test_a_quantised_drafter_is_read_in_bytes(devices):
+  target, drafter = shapes.configs('llama3_8b', draft_vocab_size=8192)
+  target = dataclasses.replace(target, num_layers=1)
+  pair = ShapedPair(target, drafter, make_mesh(devices, num_model=4), num_prompt=64)
+
+  def read(pair):
+    programs, state = compile_all(pair, policy=DynamicTree(max_depth=3))
+    return programs['decode_step'].cost_analysis()['bytes accessed'], pair.bytes_needed(state, num_drafts=3)
+
+  (accessed, needed), (less_accessed, less_needed) = map(read, (pair, dataclasses.replace(pair, is_quantised=True)))
+  assert needed - less_needed > 3e8 / 4
+  assert accessed - less_accessed > 0.9 * (needed - less_needed)
+
+
 def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(devices):
   pair = ShapedPair(*shapes.configs('llama3_8b'), make_mesh(devices, num_model=len(devices)))
   programs, state = compile_all(pair, policy=DynamicTree())

@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from eagle_jax.bench.hlo import bytes_moved, estimated_cycles, num_kernels
 from eagle_jax.bench.tune import Blank, bytes_read
 from eagle_jax.config import DrafterConfig, TargetConfig
-from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_step
 from eagle_jax.prefill import prepare, run_prefill
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import param_sharding, param_shardings
+from eagle_jax.sharding import param_shardings
 from eagle_jax.state import Params, Spec, tile_rows
 from eagle_jax.target.transformer import TransformerTarget
 
@@ -70,17 +70,23 @@ class ShapedPair:
   batch: int = 1
   max_new_tokens: int = 128
   dtype: Any = jnp.bfloat16
+  is_quantised: bool = False  # the drafter
 
   def params(self) -> Params:
     """Of target and drafter, as `decode.build` gives them."""
-    target = self._placed(TransformerTarget(self.target, self.dtype))
-    own = self._placed(Eagle(self.drafter, self.dtype))
-    num_ids = self.drafter.draft_vocab_size or self.drafter.vocab_size
+
+    def shapes(network) -> Any:
+      return jax.eval_shape(network.init_params, jax.random.key(0))
+
+    target = self._placed(shapes(TransformerTarget(self.target, self.dtype)))
     head = target.get('head', target['embed'])['weight']
-    ids = jax.ShapeDtypeStruct((num_ids,), jnp.int32, sharding=param_sharding(['ids'], (num_ids,), self.mesh))
-    shape = num_ids, head.shape[1]
-    drafts = jax.ShapeDtypeStruct(shape, head.dtype, sharding=param_sharding(['head', 'weight'], shape, self.mesh))
-    borrowed = {'embed': target['embed']['weight'], 'head': drafts, 'ids': ids}
+    num_ids = self.drafter.draft_vocab_size or self.drafter.vocab_size
+    drafts = {'head': {'weight': jax.ShapeDtypeStruct((num_ids, head.shape[1]), head.dtype)}}
+    own = shapes(Eagle(self.drafter, self.dtype)) | drafts | {'ids': jax.ShapeDtypeStruct((num_ids,), jnp.int32)}
+    if self.is_quantised:
+      own = jax.eval_shape(lambda own: Drafter(self.drafter, own).quantised().params, own)
+    own = self._placed(own)
+    borrowed = {'embed': target['embed']['weight'], 'head': own['head']['weight']}
     return Params(target, own | borrowed | ({'whole_head': head} if self.drafter.draft_vocab_size else {}))
 
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
@@ -119,8 +125,7 @@ class ShapedPair:
     target_pass, drafter_pass = bytes_read(self.params(), *caches, has_tied_head=self.target.tied_head)
     return (sum(target_pass) + num_drafts * sum(drafter_pass)) / self.mesh.size
 
-  def _placed(self, network) -> Any:
-    shapes = jax.eval_shape(network.init_params, jax.random.key(0))
+  def _placed(self, shapes: Any) -> Any:
     return placed(shapes, param_shardings(shapes, self.mesh))
 
 

@@ -74,10 +74,13 @@ def plot_costs(costs: Parts, path: Path) -> None:
     axes.set_xscale('log', base=2)
     axes.legend()
   with _figure(path.with_stem(f'{path.stem}_vocabulary'), 'ids in the draft vocabulary', 'of the largest') as axes:
-    largest = max(costs.vocabularies, key=lambda one: one.num_ids)
-    for field, label in (('tau', 'tau'), ('cycle_ms', 'time of a cycle'), ('coverage', "target's tokens covered")):
-      points = sorted((one.num_ids, getattr(one, field) / getattr(largest, field)) for one in costs.vocabularies)
-      axes.plot(*zip(*points, strict=True), marker='o', label=label)
+    largest = max(costs.vocabularies, key=lambda one: (one.num_ids, not one.is_quantised))
+    for is_quantised in sorted({one.is_quantised for one in costs.vocabularies}):
+      alike = [one for one in costs.vocabularies if one.is_quantised == is_quantised]
+      for field, label in (('tau', 'tau'), ('cycle_ms', 'time of a cycle'), ('coverage', "target's tokens covered")):
+        points = sorted((one.num_ids, getattr(one, field) / getattr(largest, field)) for one in alike)
+        style = {'marker': 'o', 'ls': '--' if is_quantised else '-'}
+        axes.plot(*zip(*points, strict=True), **style, label=f'{label}, 8 bits' if is_quantised else label)
     axes.set_xscale('log', base=2)
     axes.legend()
 

@@ -45,8 +45,10 @@ def configs(name: str, *, draft_vocab_size: int | None = None) -> tuple[TargetCo
   return target, DrafterConfig(**sizes, fc_bias=False, draft_vocab_size=draft_vocab_size, name=f'random-{name}-eagle2')
 
 
-def random_pair(name: str, *, dtype: Any, mesh: Mesh | None = None) -> tuple[Target, Drafter]:
-  """A target and its drafter; the weights are made where they lie. See `configs` and `hub.load_target`."""
+def random_pair(
+  name: str, *, dtype: Any, drafter_dtype: str | None = None, mesh: Mesh | None = None
+) -> tuple[Target, Drafter]:
+  """A target and its drafter; the weights are made where they lie. See `configs`, `hub.load_target`, `load_drafter`."""
   target, drafter = configs(name)
 
   def made(network: TransformerTarget | Eagle, key: jax.Array) -> dict[str, Any]:
@@ -56,4 +58,6 @@ def random_pair(name: str, *, dtype: Any, mesh: Mesh | None = None) -> tuple[Tar
 
   target_key, drafter_key = jax.random.split(jax.random.key(0))
   target_params = made(TransformerTarget(target, jnp.dtype(dtype)), target_key)
-  return Target(target, target_params), Drafter(drafter, made(Eagle(drafter, jnp.dtype(dtype)), drafter_key))
+  floats = dtype if drafter_dtype in (None, 'int8') else drafter_dtype
+  head = Drafter(drafter, made(Eagle(drafter, jnp.dtype(floats)), drafter_key))
+  return Target(target, target_params), head.quantised() if drafter_dtype == 'int8' else head

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import itertools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -245,7 +246,7 @@ def tune(
   max_new_tokens: int = 64,
   progress: Callable = lambda x, **_: x,
 ) -> Costs:
-  """Chooses a draft vocabulary, times the parts of a cycle, and finds which policy is fastest.
+  """Chooses a draft vocabulary and its bits, times the parts of a cycle, and finds which policy is fastest.
 
   All of `CANDIDATES` are traced, and their rates modelled, behind the first context; the most promising decode the
   prompts, and adaptive trees like them.
@@ -268,10 +269,10 @@ def tune(
   }
   greedy = answers[TEMPERATURES[0]]
   tried = vocabularies(target, drafter, greedy, batch=batch, num_prompt=contexts[0], progress=progress)
-  num_ids = max(tried, key=lambda one: one.tau / one.cycle_ms).num_ids
-  drafter = drafter.first_ids(num_ids)
+  best = max(tried, key=lambda one: one.tau / one.cycle_ms)
+  drafter = _form(drafter, best.num_ids, best.is_quantised)
   parts = part_costs(target, drafter, batch=batch, contexts=contexts, progress=progress)
-  candidates = [policy for policy in CANDIDATES if max(policy.fanouts) <= num_ids]
+  candidates = [policy for policy in CANDIDATES if max(policy.fanouts) <= best.num_ids]
   modelled = modelled_rates(target, drafter, greedy, candidates, parts=parts, progress=progress)
   widest = max(candidates, key=lambda policy: policy.num_nodes)
   costs = Costs(
@@ -279,7 +280,8 @@ def tune(
     policies=modelled,
     modelled=modelled,
     calibrations=tuple(calibration(target, drafter, *one, policy=widest) for one in answers.items()),
-    num_ids=num_ids,
+    num_ids=best.num_ids,
+    is_quantised=best.is_quantised,
     vocabularies=tried,
   )
   drafting = [rate.policy for rate in modelled if rate.kind != 'plain']
@@ -311,16 +313,23 @@ def modelled_rates(
 def vocabularies(
   target: Target, drafter: Drafter, answers: Sequence[Example], *, batch: int, num_prompt: int, progress: Callable
 ) -> tuple[Vocabulary, ...]:
-  """What the drafter comes to with all its ids, with the first half of them, the first quarter, ..."""
+  """What the drafter comes to with all its ids, with the first half of them, the first quarter, ...; as it is, and
+  quantised."""
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
   sizes = [len(ids) >> n for n in range(NUM_HALVINGS + 1) if len(ids) >> n]
-  lesser = {num_ids: drafter.first_ids(num_ids) for num_ids in sizes}
+  kinds = [*itertools.product(sizes, sorted({drafter.is_quantised, True}))]
+  lesser = {kind: _form(drafter, *kind) for kind in kinds}
   policy = Chain(3, lookup=True)
-  forms: Any = {num_ids: build(target, lesser[num_ids], policy=policy) for num_ids in sizes}
+  forms: Any = {kind: build(target, lesser[kind], policy=policy) for kind in kinds}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  tau = {size: trace(target, lesser[size], answers, policy=policy).tau for size in sizes}
-  return tuple(Vocabulary(n, float(np.isin(spoken, ids[:n]).mean()), tau[n], ms[n]) for n in sizes)
+  tau = {kind: trace(target, lesser[kind], answers, policy=policy).tau for kind in kinds}
+  return tuple(Vocabulary(*kind, float(np.isin(spoken, ids[: kind[0]]).mean()), tau[kind], ms[kind]) for kind in kinds)
+
+
+def _form(drafter: Drafter, num_ids: int, is_quantised: bool) -> Drafter:
+  drafter = drafter.first_ids(num_ids)
+  return drafter.quantised() if is_quantised else drafter
 
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:

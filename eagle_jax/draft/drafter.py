@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from eagle_jax.config import DrafterConfig, Eagle3Config
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.target.quantised import Quantised, quantised
 from eagle_jax.tree import Candidates, root_only
 
 
@@ -23,6 +24,37 @@ class Drafter:
   def has_own_head(self) -> bool:
     """EAGLE-3 has; the others read the target's."""
     return 'head' in self.params
+
+  @property
+  def is_quantised(self) -> bool:
+    """See `quantised`."""
+    leaves = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, Quantised))
+    return any(isinstance(x, Quantised) for x in leaves)
+
+  def quantised(self) -> 'Drafter':
+    """Drafts with matrices in 8 bits, the head too, be it the target's. Activations keep their dtype.
+
+    No text changes, for that is the target's whatever is drafted; a draft pass, which costs what it reads, costs half
+    (of bfloat16) or less. The embedding, of which a pass reads a few rows, stays as it is.
+    """
+    if self.is_quantised:
+      return self
+
+    def small(path: Any, x: jax.Array) -> jax.Array | Quantised:
+      *_, owner, name = ('', *(key.key for key in path))
+      if name != 'weight' or owner == 'embed':
+        return x
+      return quantised(x, num_parts=x.shape[-1] // self.config.target_width if owner == 'fc' else 1)
+
+    return Drafter(self.config, jax.tree_util.tree_map_with_path(small, self.params))
+
+  def require_exact(self) -> None:
+    """ValueError if it is quantised: rounded matrices are for drafting alone."""
+    if self.is_quantised:
+      raise ValueError(
+        f'Drafter {self.config.name!r} is quantised, and what it was rounded from is gone. '
+        "Load it without dtype='int8'."
+      )
 
   def with_ids(self, ids: Any) -> 'Drafter':
     """Drafts these of the target's ids only, [U] i32. The head is the target's, so nothing is trained anew (FR-Spec,

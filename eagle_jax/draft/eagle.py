@@ -77,7 +77,8 @@ class Eagle:
   """`EagleHead` as the pure functions that the decode loop calls (`draft.DraftNetwork`).
 
   Its params: `fc` and `layer`, and by reference `embed` [V, D] and `head` [U, D] of the target, with `ids` [U] i32, the
-  target id of each row of that head: all of them, or a draft vocabulary. Then `whole_head` [V, D] has all rows.
+  target id of each row of that head: all of them, or a draft vocabulary. Then `whole_head` [V, D] has all rows. All
+  matrices but `embed` and `whole_head` may be `Quantised`.
   """
 
   config: Any  # a `DrafterConfig`; of subclasses, another

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device, row_major
 from eagle_jax.target import attention_tpu
+from eagle_jax.target.quantised import Quantised
 
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
 FEW_ROWS = 16
@@ -46,7 +47,10 @@ class Linear(nn.Module):
   def __call__(self, x_IR: jax.Array) -> jax.Array:
     init = nn.initializers.lecun_normal(in_axis=-1, out_axis=range(len(self.outputs)))
     weight_OI = self.param('weight', init, (*self.outputs, x_IR.shape[0]), x_IR.dtype)
-    y_OR = jnp.tensordot(weight_OI, x_IR, axes=1, precision=_precision(x_IR.dtype))
+    if isinstance(weight_OI, Quantised):
+      y_OR = weight_OI.times(x_IR).astype(x_IR.dtype)
+    else:
+      y_OR = jnp.tensordot(weight_OI, x_IR, axes=1, precision=_precision(x_IR.dtype))
     if self.use_bias:
       y_OR += self.param('bias', nn.initializers.zeros, self.outputs, x_IR.dtype)[..., None]
     return y_OR
@@ -76,6 +80,8 @@ def head_logits(weight_VD: jax.Array, feature_DR: jax.Array) -> jax.Array:
 
   The vocabulary stays the leading axis: a transposed [V, R] is fused into the product by XLA:CPU, eleven times slower.
   """
+  if isinstance(weight_VD, Quantised):
+    return weight_VD.times(feature_DR)
   return float32_product('vd,dr->vr', weight_VD, feature_DR)
 
 

@@ -67,8 +67,10 @@ def train(
     Held-out metrics of the best step: those of `evaluate_all`, and `tree_tau` if anything is traced.
 
   Raises:
-    ValueError: the folder holds a run of another drafter, recipe or origin.
+    ValueError: the folder holds a run of another drafter, recipe or origin, or the weights to begin with are quantised.
   """
+  if initial is not None:
+    initial.require_exact()
   mesh = mesh_of(target.params)
   network = Eagle(config, jnp.dtype(recipe.dtype))
   frozen, vocabulary = borrow(target, config, examples)

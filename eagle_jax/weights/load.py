@@ -13,14 +13,16 @@ from eagle_jax.sharding import param_sharding, put
 from eagle_jax.weights.naming import Entry, Table
 
 
-def parameter_dtype(dtype: Any) -> np.dtype:
-  """That of a name or a type; ValueError unless it is one of float32, bfloat16 and float16."""
+def parameter_dtype(dtype: Any, *more: str) -> np.dtype:
+  """That of a name or a type; ValueError unless it is float32, bfloat16 or float16, or one of `more`."""
+  known = 'float32', 'bfloat16', 'float16', *more
   try:
     found = jnp.dtype(dtype)
   except TypeError:
     found = None
-  if found not in map(jnp.dtype, ('float32', 'bfloat16', 'float16')):
-    raise ValueError(f"dtype is {dtype!r}; 'float32', 'bfloat16' or 'float16' is needed.")
+  if found not in map(jnp.dtype, known):
+    *others, last = map(repr, known)
+    raise ValueError(f'dtype is {dtype!r}; {", ".join(others)} or {last} is needed.')
   return found
 
 

@@ -1,0 +1,65 @@
+"""Matrices in 8 bits, for drafters: the text is the target's whatever they draft, and a pass costs what it reads."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LARGEST = 127  # of int8, to both sides
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['value', 'scale'], meta_fields=['dtype', 'num_parts'])
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+  """A matrix whose row o is `scale[o] * value[o]`, where rows may stand in several dimensions."""
+
+  value: jax.Array  # [..., I] i8
+  scale: jax.Array  # [...] f32
+  dtype: Any  # of the matrix that it stands for, and of what it is multiplied with
+  num_parts: int = 1  # equal ones of I, where what it is multiplied with joins vectors of other sizes each
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.value.shape
+
+  def times(self, x_IR: jax.Array) -> jax.Array:
+    """[..., R] f32, the product with columns of `dtype`."""
+    on_cpu = functools.partial(product_of_bytes, num_parts=self.num_parts)
+    product = jax.lax.platform_dependent(self.value, x_IR, cpu=on_cpu, default=product_of_floats)
+    return product * self.scale[..., None]
+
+
+@functools.partial(jax.jit, static_argnames='num_parts')
+def quantised(matrix_OI: jax.Array, *, num_parts: int = 1) -> Quantised:
+  """The nearest to a matrix [..., I] of floats: in each row the largest number becomes 127."""
+  row_OI = matrix_OI.astype(jnp.float32)
+  scale_O = jnp.abs(row_OI).max(axis=-1) / LARGEST
+  return Quantised(rounded(row_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)
+
+
+def rounded(x: jax.Array, unit: jax.Array) -> jax.Array:
+  """How many units, as int8; 0 where the unit is 0."""
+  return jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
+
+
+def product_of_floats(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """[..., R] f32. Accelerators make floats of bytes on their way from memory."""
+  return jnp.tensordot(value_OI.astype(x_IR.dtype), x_IR, axes=1, preferred_element_type=jnp.float32)
+
+
+def product_of_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
+  """The same of rounded columns: XLA:CPU multiplies bytes with bytes only, and with no single column of them.
+
+  Each part of a column has units of its own, and so is a column of its own, 0 elsewhere. In one unit, that of the
+  largest numbers, an embedding beside a feature would be rounded away.
+  """
+  x_PIR = x_IR.astype(jnp.float32).reshape(num_parts, -1, x_IR.shape[1])
+  unit_PR = jnp.abs(x_PIR).max(axis=1) / LARGEST
+  column_IC = jax.scipy.linalg.block_diag(*rounded(x_PIR, unit_PR[:, None]))
+  num_columns = column_IC.shape[1]
+  column_IC = jnp.pad(column_IC, ((0, 0), (0, max(0, 2 - num_columns))))
+  product_OC = jnp.tensordot(value_OI, column_IC, axes=1, preferred_element_type=jnp.int32)[..., :num_columns]
+  product_OPR = product_OC.reshape(*value_OI.shape[:-1], *unit_PR.shape).astype(jnp.float32)
+  return (product_OPR * unit_PR.reshape((1,) * (value_OI.ndim - 1) + unit_PR.shape)).sum(axis=-2)
