@@ -64,6 +64,17 @@ def advance(params: Params, state: DecodeState, num_done: jax.Array, *, spec: Sp
   )
 
 
+def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+  """What was numbered 0, 1, ... and comes in any order: each as soon as those before it are there."""
+  early: dict[int, Any] = {}
+  number = 0
+  for at, one in numbered:
+    early[at] = one
+    while number in early:
+      yield early.pop(number)
+      number += 1
+
+
 _PREFILL, _INSERT, _ADVANCE = Program(run_prefill), Program(insert), Program(advance)
 
 

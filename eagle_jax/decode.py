@@ -10,7 +10,7 @@ Requests are checked, and padded in NumPy, before any tracing.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from eagle_jax.auto import settle
 from eagle_jax.config import Eagle3Config, require_match
-from eagle_jax.continuous import Request, Rows
+from eagle_jax.continuous import Request, Rows, in_order
 from eagle_jax.cost import Costs
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
@@ -38,7 +38,8 @@ from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.text import Detokenizer
 
 __all__ = [
-  'Chunk', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'prefill', 'result', 'stream',
+  'Answer', 'Chunk', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'generate_each', 'prefill',
+  'result', 'stream',
 ]  # fmt: skip
 
 REFILLED = 4  # a quarter of the rows at a time
@@ -56,6 +57,15 @@ class Generation:
   # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s (0 where
   # there was no target pass), prefill_s, decode_s, compile_s, policy.
   stats: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """What `generate_each` yields: of one prompt, as in `Generation`."""
+
+  tokens: list[int]
+  text: str | None
+  num_accepted: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +156,6 @@ def generate(
   eos_ids: Sequence[int] | None = None,
   costs: Costs | None = None,
   batch_size: int | None = None,
-  progress: Callable = lambda x, **_: x,
 ) -> Generation:
   """Decodes prompts; in float32 the text is that of plain decoding, whatever drafter, policy and batch.
 
@@ -165,7 +174,6 @@ def generate(
     eos_ids: tokens that end a row; default the target's, () for none.
     costs: see `build`.
     batch_size: prompts decoded together; the others wait, and take the places of those that are done. None: all.
-    progress: wraps prompts as they are finished, if there are more than `batch_size`, as tqdm does.
 
   Raises:
     ValueError: what came cannot be decoded; said before anything is compiled.
@@ -185,49 +193,112 @@ def generate(
     row_ids=row_ids,
     eos_ids=eos_ids,
   )
-  mesh = mesh_of(target.params)
-  seen, seconds = _together(asked, mesh) if asked.batch == len(asked.ids) else _by_and_by(asked, mesh, progress)
-  text_BS, root_B, num_accepted_BN, work = seen
-  tokens = [_newest(*row) for row in zip(text_BS, root_B, work.num_tokens, strict=True)]
-  num_accepted = [row[:passes].tolist() for row, passes in zip(num_accepted_BN, work.num_passes, strict=True)]
-  text = [target.tokenizer.decode(row) for row in tokens] if target.tokenizer else None
-  return Generation(tokens, text, num_accepted, work.stats(asked.spec, seconds))
+  answers = Answers(target, asked)
+  each = [*answers]
+  text: Any = [one.text for one in each] if target.tokenizer else None
+  return Generation([one.tokens for one in each], text, [one.num_accepted for one in each], answers.stats)
 
 
-def _together(asked: '_Asked', mesh: Mesh | None) -> tuple[tuple, dict[str, float]]:
-  """`_seen` of all rows at their end, and seconds: one batch."""
-  arguments, static = asked.prepared()
-  with using(mesh):
-    run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
-    start = time.perf_counter()
-    state = jax.block_until_ready(run(*arguments))
-    prefill_s = time.perf_counter() - start
-    run, loop_compile_s = _LOOP.compile(asked.params, state, spec=asked.spec)
-    start = time.perf_counter()
-    seen = fetched(_seen(run(asked.params, state)))
-    decode_s = time.perf_counter() - start
-  return seen, {'prefill_s': prefill_s, 'decode_s': decode_s, 'compile_s': prefill_compile_s + loop_compile_s}
+def generate_each(
+  target: Target,
+  drafter: Drafter | None,
+  prompts: Sequence[str] | Sequence[Sequence[int]],
+  *,
+  batch_size: int | None = None,
+  max_new_tokens: int = 128,
+  temperature: float = 0.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  seed: int = 0,
+  policy: str | TreePolicy = 'auto',
+  row_ids: Sequence[int] | None = None,
+  eos_ids: Sequence[int] | None = None,
+  costs: Costs | None = None,
+) -> 'Answers':
+  """Yields what `generate` returns prompt by prompt, in their order, each as soon as it and those before it are done.
 
+  For many prompts: what was yielded is not lost if the rest is. Arguments as there.
 
-def _by_and_by(asked: '_Asked', mesh: Mesh | None, progress: Callable) -> tuple[tuple, dict[str, float]]:
-  """The same, of more requests than are decoded together: see `continuous`."""
-  row_ids = asked.how['row_ids'] or range(len(asked.ids))
-  rows = Rows(
-    asked.params,
-    asked.spec,
-    mesh,
-    num_rows=asked.batch,
-    num_refill=-(-asked.batch // REFILLED),
-    max_prompt=max(map(len, asked.ids)),
-    max_new_tokens=asked.how['max_new_tokens'],
-    num_new=bucket(asked.how['max_new_tokens']),
-    sampling=asked.sampling,
-    eos_ids=asked.spec.target.eos_ids if asked.how['eos_ids'] is None else asked.how['eos_ids'],
+  Raises:
+    ValueError: as `generate`, at the call and not at the first answer.
+  """
+  asked = _asked(
+    target,
+    drafter,
+    prompts,
+    batch_size=batch_size,
+    policy=policy,
+    costs=costs,
+    max_new_tokens=max_new_tokens,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    seed=seed,
+    row_ids=row_ids,
+    eos_ids=eos_ids,
   )
-  run = rows.run(map(Request, row_ids, asked.ids), _SEEN_AT)
-  finished = dict(progress(run, total=len(asked.ids), desc='prompts'))
-  seen = jax.tree.map(lambda *row: np.stack(row), *(finished[number] for number in range(len(asked.ids))))
-  return seen, {name: getattr(rows, name) for name in ('prefill_s', 'decode_s', 'compile_s')}
+  return Answers(target, asked)
+
+
+class Answers(Iterator[Answer]):
+  """Of several prompts, made as they are asked for. `stats`, as in `Generation`, is of those that are done so far."""
+
+  def __init__(self, target: Target, asked: '_Asked'):
+    self._spec = asked.spec
+    self._work: list[Work] = []
+    self._seconds = {'prefill_s': 0.0, 'decode_s': 0.0, 'compile_s': 0.0}
+    self._answers = self._make_answers(target, asked)
+
+  def __next__(self) -> Answer:
+    return next(self._answers)
+
+  @property
+  def stats(self) -> dict[str, Any]:
+    return Work(*np.reshape(self._work, (-1, len(Work._fields))).T).stats(self._spec, self._seconds)
+
+  def _make_answers(self, target: Target, asked: '_Asked') -> Iterator[Answer]:
+    run = self._together if asked.batch == len(asked.ids) else self._by_and_by
+    for text_S, root, num_accepted_N, work in in_order(run(asked, mesh_of(target.params))):
+      tokens = _newest(text_S, root, work.num_tokens)
+      text = target.tokenizer.decode(tokens) if target.tokenizer else None
+      yield Answer(tokens, text, num_accepted_N[: work.num_passes].tolist())
+
+  def _together(self, asked: '_Asked', mesh: Mesh | None) -> Iterator[tuple[int, Any]]:
+    """The number of each request, and what is `_seen` of its row at the end: one batch."""
+    arguments, static = asked.prepared()
+    with using(mesh):
+      run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
+      start = time.perf_counter()
+      state = jax.block_until_ready(run(*arguments))
+      self._seconds['prefill_s'] = time.perf_counter() - start
+      run, loop_compile_s = _LOOP.compile(asked.params, state, spec=asked.spec)
+      start = time.perf_counter()
+      seen = fetched(_seen(run(asked.params, state)))
+      self._seconds['decode_s'] = time.perf_counter() - start
+    self._seconds['compile_s'] = prefill_compile_s + loop_compile_s
+    rows = [jax.tree.map(lambda x, b=b: x[b], seen) for b in range(asked.batch)]
+    self._work = [work for *_, work in rows]
+    yield from enumerate(rows)
+
+  def _by_and_by(self, asked: '_Asked', mesh: Mesh | None) -> Iterator[tuple[int, Any]]:
+    """The same, of more requests than are decoded together, as they are finished: see `continuous`."""
+    row_ids = asked.how['row_ids'] or range(len(asked.ids))
+    rows = Rows(
+      asked.params,
+      asked.spec,
+      mesh,
+      num_rows=asked.batch,
+      num_refill=-(-asked.batch // REFILLED),
+      max_prompt=max(map(len, asked.ids)),
+      max_new_tokens=asked.how['max_new_tokens'],
+      num_new=bucket(asked.how['max_new_tokens']),
+      sampling=asked.sampling,
+      eos_ids=asked.spec.target.eos_ids if asked.how['eos_ids'] is None else asked.how['eos_ids'],
+    )
+    for number, seen in rows.run(map(Request, row_ids, asked.ids), _SEEN_AT):
+      self._seconds = {name: getattr(rows, name) for name in self._seconds}
+      self._work.append(seen[-1])
+      yield number, seen
 
 
 def _seen(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array, 'Work']:

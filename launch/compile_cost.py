@@ -16,11 +16,11 @@ from eagle_jax.bench import compiled, described, shapes
 from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum('shape', 'llama3_8b', shapes.NAMES, 'Of target and drafter, in bfloat16.')
+flags.DEFINE_enum('shape', 'llama3_8b', shapes.NAMES, 'Of target, in bfloat16, and drafter.')
 flags.DEFINE_string('topology', 'v5e:2x2', 'Of TPUs, as jax.experimental.topologies names them, or GPUs: h100, h200:4.')
 flags.DEFINE_integer('num_devices', 4, 'Of the topology, that share one model.', lower_bound=1)
 flags.DEFINE_integer('draft_vocab_size', None, 'Ids that the drafter drafts; default all.', lower_bound=1)
-flags.DEFINE_bool('quantised', False, 'Drafter in 8 bits.')
+flags.DEFINE_enum('drafter_dtype', 'bfloat16', ['bfloat16', 'int8'], 'Of the drafter.')
 flags.DEFINE_integer('batch', 1, 'Rows decoded together.', lower_bound=1)
 flags.DEFINE_integer('context', 1024, 'Tokens before the step.', lower_bound=1)
 flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output.')
@@ -31,7 +31,7 @@ def main(_):
   devices = described.devices(FLAGS.topology)
   configs = shapes.configs(FLAGS.shape, draft_vocab_size=FLAGS.draft_vocab_size)
   mesh = make_mesh(devices[: FLAGS.num_devices], num_model=FLAGS.num_devices)
-  how = {'num_prompt': FLAGS.context, 'batch': FLAGS.batch, 'is_quantised': FLAGS.quantised}
+  how = {'num_prompt': FLAGS.context, 'batch': FLAGS.batch, 'is_quantised': FLAGS.drafter_dtype == 'int8'}
   pair = compiled.ShapedPair(*configs, mesh, **how)
   found = compiled.steps(pair)
   print(json.dumps({name: one._asdict() for name, one in found.items()}) if FLAGS.json else compiled.table(found))

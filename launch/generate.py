@@ -28,8 +28,8 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 
 
 def requested_prompts():
-  if (FLAGS.prompt is None) == (FLAGS.batch_file is None):
-    raise ValueError('Give either --prompt or --batch_file.')
+  if (FLAGS.prompt is None) == (FLAGS.batch_file is None) or (FLAGS.batch_size and FLAGS.prompt is not None):
+    raise ValueError('Give either --prompt or --batch_file, and --batch_size with the latter alone.')
   return [FLAGS.prompt] if FLAGS.batch_file is None else list(read_prompts(FLAGS.batch_file))
 
 
@@ -44,9 +44,10 @@ def main(_):
       print(chunk.text, end='', flush=True)
     print()
   else:
-    out = decode.generate(target, drafter, prompts, batch_size=FLAGS.batch_size, progress=tqdm, **how)
-    for text, tokens in zip(out.text, out.tokens, strict=True):  # a target without tokenizer has refused the prompts
-      print(json.dumps({'text': text, 'tokens': tokens, 'stats': out.stats}) if FLAGS.json else f'{text}\n')
+    out = decode.generate_each(target, drafter, prompts, batch_size=FLAGS.batch_size, **how)
+    for one in tqdm(out, total=len(prompts), disable=FLAGS.batch_size is None):
+      shown = {'text': one.text, 'tokens': one.tokens, 'stats': out.stats}
+      print(json.dumps(shown) if FLAGS.json else f'{one.text}\n', flush=True)
   line = (
     '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
     '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'

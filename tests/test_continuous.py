@@ -1,14 +1,14 @@
 """More prompts than rows: finished rows are refilled, and nothing that is said or accepted changes by it."""
 
 import dataclasses
-import functools
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import decode
+from eagle_jax import continuous, decode
 from eagle_jax.config import Eagle3Config
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
@@ -50,13 +50,6 @@ def fields(out, *, names=STATS):
   return out.tokens, out.num_accepted, {name: out.stats[name] for name in names}
 
 
-def progress(seen, iterable, *, total, desc):
-  seen.append(total)
-  for each in iterable:
-    seen.append(total)
-    yield each
-
-
 @pytest.mark.parametrize('sampling', SAMPLINGS)
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda policy: type(policy).__name__)
 def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, policy, sampling):
@@ -66,10 +59,7 @@ def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, pol
   assert len({len(tokens) for tokens in whole.tokens}) > 2  # they end at different steps
   assert sum(map(sum, whole.num_accepted)) > 3 or policy.num_nodes < 8
   for batch_size in (1, 3):
-    wrapped = []
-    wrap = functools.partial(progress, wrapped)
-    out = decode.generate(target, DRAFTER, prompts, batch_size=batch_size, progress=wrap, **how)
-    assert wrapped == [len(prompts)] * (len(prompts) + 1)
+    out = decode.generate(target, DRAFTER, prompts, batch_size=batch_size, **how)
     if isinstance(policy, Adaptive):  # a batch weighs costs as its rows do in the mean, so its trees are its own
       assert out.tokens == whole.tokens
     else:
@@ -110,6 +100,49 @@ def test_other_prompts_of_like_length_compile_nothing(target, prompts):
   assert again.stats['compile_s'] == 0
   assert again.stats['decode_s'] > 0
   assert again.stats['prefill_s'] > 0
+
+
+@pytest.mark.parametrize('batch_size', [3, 100])
+def test_answers_come_one_by_one_and_in_order(target, prompts, batch_size):
+  how = {'max_new_tokens': NUM_NEW, 'policy': Chain(3), 'batch_size': batch_size, 'seed': 2, 'temperature': 0.8}
+  whole = decode.generate(target, DRAFTER, prompts, **how)
+  answers = decode.generate_each(target, DRAFTER, prompts, **how)
+  assert answers.stats['num_new_tokens'] == 0
+  for number, answer in enumerate(answers):
+    assert (answer.tokens, answer.num_accepted) == (whole.tokens[number], whole.num_accepted[number])
+    assert answers.stats['num_new_tokens'] >= sum(map(len, whole.tokens[: number + 1]))
+  assert number == len(prompts) - 1
+  assert {name: answers.stats[name] for name in STATS} == {name: whole.stats[name] for name in STATS}
+
+
+def test_an_answer_is_there_before_the_rest_is_made(target, prompts):
+  """A text that is interrupted later has lost nothing of it."""
+  made = []
+
+  class Watched(type(continuous._ADVANCE)):
+    def compile(self, *args, **static):
+      made.append(args)
+      return super().compile(*args, **static)
+
+  with mock.patch.object(continuous, '_ADVANCE', Watched(continuous.advance)):
+    answers = decode.generate_each(target, None, prompts * 3, batch_size=1, max_new_tokens=4)
+    assert not made
+    for number, _ in enumerate(answers):
+      assert len(made) == number + 1
+
+
+def test_what_comes_early_waits():
+  seen = []
+
+  def numbered():
+    for number in (2, 0, 3, 1, 4):
+      yield number, str(number)
+      seen.append(list(came))
+
+  came = []
+  for one in continuous.in_order(numbered()):
+    came.append(one)
+  assert seen == [[], ['0'], ['0'], ['0', '1', '2', '3'], ['0', '1', '2', '3', '4']]
 
 
 @pytest.mark.parametrize('batch_size', [0, -1, 1.5, 'many'])

@@ -50,6 +50,7 @@ def launch(name, *flags):
   [
     (['--prompt=hello', '--target=no-such-model'], "Unknown target 'no-such-model'"),
     ([], 'Give either --prompt or --batch_file'),
+    (['--prompt=a', '--batch_size=2'], 'and --batch_size with the latter alone'),
     (['--prompt=hello', '--policy=static', '--width=3'], "takes no ['width']"),
     (['--prompt=hello', '--lookup'], "takes no ['lookup']"),
     (['--batch_file=no/such/file'], 'No file of prompts at no/such/file'),
@@ -216,6 +217,8 @@ def test_json_of_one_prompt_and_of_a_batch(smollm2, tmp_path):
   rows = [json.loads(line) for line in batch.stdout.splitlines()]
   assert len(rows) == 2
   assert rows[1]['tokens'] == out['tokens']
+  one_by_one = launch('generate', f'--batch_file={prompts}', '--batch_size=1', *flags)
+  assert [json.loads(line)['tokens'] for line in one_by_one.stdout.splitlines()] == [row['tokens'] for row in rows]
 
 
 @pytest.mark.real

@@ -18,7 +18,7 @@ class Quantised:
   value: jax.Array  # [..., I] i8
   scale: jax.Array  # [...] f32
   dtype: Any  # of the matrix that it stands for, and of what it is multiplied with
-  num_parts: int = 1  # equal ones of I, where what it is multiplied with joins vectors of other sizes each
+  num_parts: int = 1  # of I, equal ones: what it is multiplied with joins so many vectors, large and small
 
   @property
   def shape(self) -> tuple[int, ...]:
