@@ -42,8 +42,11 @@ def decoded(target: Target, drafter: Drafter) -> dict[str, list]:
   for policy in POLICIES:
     out = decode.generate(target, drafter, prompts, max_new_tokens=16, temperature=0.8, policy=policy)
     found[policy.describe()] = [out.tokens, out.num_accepted]
-  out = decode.generate(target, drafter, prompts, batch_size=2, max_new_tokens=16, temperature=0.8, policy=POLICIES[1])
+  how = {'max_new_tokens': 16, 'temperature': 0.8, 'policy': POLICIES[1]}
+  out = decode.generate(target, drafter, prompts, batch_size=2, **how)
   found['refilled'] = [out.tokens, out.num_accepted]
+  out = decode.generate(target, drafter.quantised(), prompts, **how)
+  found['quantised'] = [out.tokens, out.num_accepted]
   chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES[0])
   return found | {'stream': [token for chunk in chunks for token in chunk.tokens]}
 
