@@ -37,13 +37,13 @@ def settle(
   chosen = _resolve(policy, target, drafter, there, batch)
   if drafter is None or costs is None or there is None:
     return chosen, drafter, costs
+  drafter = drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
   if policy == 'auto':
     source = 'when measured' if there is costs else f'modelled for {batch} rows from a measured {costs.batch}'
     rate = there.policies[0].tok_per_s
-    form = f'{costs.num_ids} ids, {"8 bits" if costs.is_quantised else costs.dtype}'
+    form = f'{costs.num_ids} ids, {"8 bits" if drafter.is_quantised else costs.dtype}'
     log.info('auto: %s, %s, %.1f tokens/s %s (%s, %s)', chosen.describe(), form, rate, source, costs.device, costs.date)
-  drafter = drafter.first_ids(costs.num_ids)
-  return chosen, drafter.quantised() if costs.is_quantised else drafter, there
+  return chosen, drafter, there
 
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:

@@ -59,7 +59,7 @@ def test_columns_of_zeros_and_of_nan_stay_what_they_are():
 
 @pytest.mark.parametrize(('num_parts', 'error'), [(2, (0, 0.02)), (1, (0.2, 10))])
 def test_what_stands_beside_larger_numbers_counts(num_parts, error):
-  """An embedding beside a feature that is a thousand times larger, with weights that are as much smaller."""
+  """An embedding beside a feature that is a hundred times larger, with weights that are as much smaller."""
   weight_OI = jnp.asarray(np.concatenate([normal(16, 32), 1e-2 * normal(16, 32, seed=1)], axis=1))
   x_IR = jnp.asarray(np.concatenate([normal(32, 3, seed=2), 100 * normal(32, 3, seed=3)]))
   value_OI = quantised(weight_OI).value.at[:, 32:].set(0)  # what the embedding gives, alone

@@ -270,7 +270,7 @@ def tune(
   greedy = answers[TEMPERATURES[0]]
   tried = vocabularies(target, drafter, greedy, batch=batch, num_prompt=contexts[0], progress=progress)
   best = max(tried, key=lambda one: one.tau / one.cycle_ms)
-  drafter = _form(drafter, best.num_ids, best.is_quantised)
+  drafter = drafter.reduced(best.num_ids, is_quantised=best.is_quantised)
   parts = part_costs(target, drafter, batch=batch, contexts=contexts, progress=progress)
   candidates = [policy for policy in CANDIDATES if max(policy.fanouts) <= best.num_ids]
   modelled = modelled_rates(target, drafter, greedy, candidates, parts=parts, progress=progress)
@@ -319,17 +319,12 @@ def vocabularies(
   spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
   sizes = [len(ids) >> n for n in range(NUM_HALVINGS + 1) if len(ids) >> n]
   kinds = [*itertools.product(sizes, sorted({drafter.is_quantised, True}))]
-  lesser = {kind: _form(drafter, *kind) for kind in kinds}
+  lesser = {kind: drafter.reduced(kind[0], is_quantised=kind[1]) for kind in kinds}
   policy = Chain(3, lookup=True)
   forms: Any = {kind: build(target, lesser[kind], policy=policy) for kind in kinds}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
   tau = {kind: trace(target, lesser[kind], answers, policy=policy).tau for kind in kinds}
   return tuple(Vocabulary(*kind, float(np.isin(spoken, ids[: kind[0]]).mean()), tau[kind], ms[kind]) for kind in kinds)
-
-
-def _form(drafter: Drafter, num_ids: int, is_quantised: bool) -> Drafter:
-  drafter = drafter.first_ids(num_ids)
-  return drafter.quantised() if is_quantised else drafter
 
 
 def adaptive_forms(costs: Costs) -> list[Adaptive]:

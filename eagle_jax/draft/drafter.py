@@ -48,6 +48,11 @@ class Drafter:
 
     return Drafter(self.config, jax.tree_util.tree_map_with_path(small, self.params))
 
+  def reduced(self, num_ids: int, *, is_quantised: bool) -> 'Drafter':
+    """With its first ids only, and quantised if that is asked for."""
+    drafter = self.first_ids(num_ids)
+    return drafter.quantised() if is_quantised else drafter
+
   def require_exact(self) -> None:
     """ValueError if it is quantised: rounded matrices are for drafting alone."""
     if self.is_quantised:

@@ -75,7 +75,7 @@ def embed(weight_VD: jax.Array, token_R: jax.Array) -> jax.Array:
   return jnp.take(weight_VD, token_R, axis=0, mode='clip').T
 
 
-def head_logits(weight_VD: jax.Array, feature_DR: jax.Array) -> jax.Array:
+def head_logits(weight_VD: jax.Array | Quantised, feature_DR: jax.Array) -> jax.Array:
   """[V, R] f32, the language-model head over some vocabulary.
 
   The vocabulary stays the leading axis: a transposed [V, R] is fused into the product by XLA:CPU, eleven times slower.
