@@ -288,6 +288,17 @@ def test_an_adaptive_policy_needs_costs(here):
     decode.build(tiny.target(), tiny.drafter(), policy=Adaptive(2, 2, 3, 6))
 
 
+def test_of_draft_vocabularies_that_are_equally_fast_the_largest_is_taken():
+  def tried(num_ids: int, is_quantised: bool, tau: float) -> Vocabulary:
+    return Vocabulary(num_ids, is_quantised, 0.5, tau, cycle_ms=10.0)
+
+  few, more, more_in_bytes, all_ids = (
+    tried(8, True, 2.0), tried(16, False, 1.97), tried(16, True, 1.98), tried(32, True, 1.95)
+  )  # fmt: skip
+  assert tune.largest_of_the_fastest([all_ids, more, more_in_bytes, few]) == more_in_bytes
+  assert tune.largest_of_the_fastest([all_ids, few]) == few
+
+
 @pytest.mark.slow  # compiles some thirty programs
 def test_a_pair_is_tuned(here, monkeypatch):
   target, drafter = tiny.target(), tiny.drafter()
