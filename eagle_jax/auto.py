@@ -8,8 +8,8 @@ from eagle_jax.cost import Costs, find
 from eagle_jax.device import device_name
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
-from eagle_jax.request import require_loaded
-from eagle_jax.sharding import mesh_of
+from eagle_jax.request import require_pair
+from eagle_jax.sharding import mesh_of, num_row_parts
 from eagle_jax.target.transformer import Target
 
 log = logging.getLogger('eagle_jax')
@@ -27,16 +27,16 @@ def settle(
   """What a request for a policy comes to. Arguments are those of `decode.build`.
 
   Returns:
-    The policy; the drafter as costs were measured, with their draft vocabulary, and quantised or not; and the costs, if
-    they are used.
+    The policy; the drafter as costs were measured, with their draft vocabulary, and quantised or not; and these costs,
+    of this batch, if there are any.
   """
-  require_loaded(target, drafter)
+  require_pair(target, drafter)
   if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
     costs = find_costs(target, drafter, batch=batch)
-  there = costs and costs.at_batch(batch, waits=waits)
+  there = None if costs is None else costs.at_batch(batch, waits=waits)
   chosen = _resolve(policy, target, drafter, there, batch)
   if drafter is None or costs is None or there is None:
-    return chosen, drafter, costs
+    return chosen, drafter, None
   drafter = drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
   if policy == 'auto':
     source = 'when measured' if there is costs else f'modelled for {batch} rows from a measured {costs.batch}'
@@ -48,8 +48,7 @@ def settle(
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
   """What `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
-  dtype = str(target.params['embed']['weight'].dtype)
-  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': dtype}
+  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': str(target.dtype)}
   return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
 
 
@@ -76,17 +75,16 @@ def _resolve(
   if policy == 'auto' and costs is not None:
     return costs.policies[0].policy
   if policy == 'auto':
-    mesh = mesh_of(target.params)
-    num_shards = 1 if mesh is None else mesh.shape.get('data', 1)
-    guess = guessed_policy(-(-batch // num_shards), platform=jax.default_backend())
+    num_parts = num_row_parts(batch, mesh_of(target.params))
+    guess = guessed_policy(batch // num_parts, platform=jax.default_backend())
     log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
     return guess
-  if isinstance(policy, Adaptive) and costs is None:
-    raise ValueError(f'{policy.describe()} weighs costs, and none are stored for this pair here: run launch/cost.py.')
   if isinstance(policy, (str, type)) or not hasattr(policy, 'fanouts'):
     raise ValueError(
       f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
     )
   if drafter is None and not isinstance(policy, Plain):
     raise ValueError(f"{policy.describe()} needs a drafter, and none came. Load one, or pass policy='plain'.")
+  if isinstance(policy, Adaptive) and costs is None:
+    raise ValueError(f'{policy.describe()} weighs costs, and none are stored for this pair here: run launch/cost.py.')
   return policy

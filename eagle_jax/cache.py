@@ -50,6 +50,11 @@ def init(config: Any, *, num_layers: int, batch: int, num_slots: int, dtype: Any
   return KVCache(keys=zeros(), values=zeros(), length=jnp.zeros(batch, jnp.int32))
 
 
+def in_blocks(num_slots: int) -> int:
+  """So many slots, or the few more that make whole blocks of many: what the TPU's kernel reads."""
+  return num_slots if num_slots <= 512 else -(-num_slots // 128) * 128
+
+
 def filled(rows: NewRows, length_B: jax.Array, *, num_slots: int) -> KVCache:
   """A cache that begins with a prompt's rows.
 

@@ -74,6 +74,21 @@ class _HeadSizes:
   num_kv_heads: int
   head_dim: int
   ffn_width: int
+  draft_vocab_size: int | None = dataclasses.field(default=None, kw_only=True)  # U of the target's ids; None: all
+
+  def _require_sizes(self) -> None:
+    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
+    _require_heads(self)
+    if not 1 <= self.num_ids <= self.vocab_size:
+      raise ValueError(
+        f'{type(self).__name__}: draft_vocab_size is {self.draft_vocab_size}; 1 .. vocab_size, {self.vocab_size}, or '
+        'None for all, is needed.'
+      )
+
+  @property
+  def num_ids(self) -> int:
+    """U: that it drafts, rows of its head."""
+    return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +102,6 @@ class DrafterConfig(_HeadSizes):
   rope_theta: float = 10_000.0
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
   qkv_bias: bool = False
-  draft_vocab_size: int | None = None  # U: it drafts these many of the target's ids; None: all
   name: str = 'drafter'
 
   # What a target's layer may have, and this one never has.
@@ -96,8 +110,7 @@ class DrafterConfig(_HeadSizes):
   num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
-    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
-    _require_heads(self)
+    self._require_sizes()
 
   @property
   def target_width(self) -> int:
@@ -121,7 +134,6 @@ class Eagle3Config(_HeadSizes):
   norm_eps: float = 1e-6
   rope_theta: float = 10_000.0
   rope_slowdown: tuple[float, ...] = ()  # see `TargetConfig`
-  draft_vocab_size: int | None = None  # U, rows of its head; None: all of the target's ids
   own_embedding: bool = False
   norm_before_residual: bool = False  # the residual stream starts from the normed feature
   norm_taps: bool = False  # EAGLE 3.1: a norm of each tap before fc
@@ -135,8 +147,8 @@ class Eagle3Config(_HeadSizes):
 
   def __post_init__(self):
     object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
-    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'target_width')
-    _require_heads(self)
+    self._require_sizes()
+    _require_positive(self, 'target_width')
     if self.taps is not None:
       object.__setattr__(self, 'taps', tuple(int(layer) for layer in self.taps))
       if len(self.taps) != 3 or min(self.taps) < 0:

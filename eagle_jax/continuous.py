@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from eagle_jax.cache import in_blocks
 from eagle_jax.loop import decode_step
 from eagle_jax.prefill import bucket, pad_prompts, run_prefill
 from eagle_jax.program import Program
@@ -111,7 +112,7 @@ class Rows:
     # In NumPy: every state holds them, and states are donated.
     self._limits, self._sampling = jax.device_get((Limits.of(max_new_tokens, eos_ids), sampling))
     # A finished row, which has all tokens but the root in its cache, is still written to: the path of a step.
-    self._num_slots = bucket(max_prompt) + num_new + spec.max_path - 1
+    self._num_slots = in_blocks(bucket(max_prompt) + num_new + spec.max_path - 1)
     self._static = {'target': spec.target, 'drafter': spec.drafter, 'num_new': num_new}
     self.prefill_s = self.decode_s = self.compile_s = 0.0
 
@@ -129,7 +130,8 @@ class Rows:
     while waiting or asked:
       with using(self._mesh):
         state = self._refill(state, waiting, asked)
-        num_done = min(self._num_refill, len(waiting)) if waiting else self._num_rows
+        free = self._num_rows - len(asked)
+        num_done = min(self._num_refill, len(waiting)) if waiting else free + min(self._num_refill, len(asked))
         state = self._timed(_ADVANCE, 'decode_s', self._params, state, np.int32(num_done), spec=self._spec)
         finished = self._harvest(state, asked, take)
       yield from finished
@@ -192,7 +194,7 @@ class Rows:
     arguments = self._arguments(zero_B[:, None], zero_B + 1, zero_B, zero_B.astype(np.float32))
     shapes = jax.eval_shape(functools.partial(run_prefill, num_slots=self._num_slots, **self._static), *arguments)
     blank = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    *_, sampling, limits = arguments
+    *_, sampling, limits = jax.tree.map(jnp.asarray, arguments[-2:])
     return blank._replace(is_done=jnp.ones(self._num_rows, bool), sampling=sampling, limits=limits)
 
   def _harvest(self, state: DecodeState, asked: dict[int, int], take: Program) -> list[tuple[int, Any]]:

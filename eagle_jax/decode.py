@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.auto import settle
-from eagle_jax.config import Eagle3Config, require_match
+from eagle_jax.config import Eagle3Config
 from eagle_jax.continuous import Request, Rows, in_order
 from eagle_jax.cost import Costs
 from eagle_jax.draft.drafter import Drafter, NoDrafter
@@ -29,7 +29,7 @@ from eagle_jax.loop import decode_loop, decode_step, result
 from eagle_jax.prefill import bucket, pad_prompts, prefill, prepare, run_prefill
 from eagle_jax.processes import require_same
 from eagle_jax.program import Program
-from eagle_jax.request import at_least_one, known_integers, require_loaded, require_valid, token_ids
+from eagle_jax.request import at_least_one, known_integers, require_pair, require_valid, token_ids
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, is_shared, mesh_of, param_sharding, put, using
 from eagle_jax.state import DecodeState, Params, Spec
@@ -103,11 +103,10 @@ def build(
     ValueError: unknown policy, a tree without a drafter, or a drafter for another target.
   """
   chosen, drafter, costs = settle(target, drafter, policy=policy, batch=batch, waits=waits, costs=costs)
-  network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
+  network = TransformerTarget(target.config, target.dtype)
   if isinstance(chosen, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain())
-  require_match(drafter.config, target.config)
-  num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
+  num_ids = drafter.config.num_ids
   if (fanout := max(chosen.fanouts)) > num_ids:
     raise ValueError(
       f'{chosen.describe()} asks each node for {fanout} children, but the draft vocabulary has {num_ids} ids. '
@@ -217,7 +216,8 @@ def generate_each(
 ) -> 'Answers':
   """Yields what `generate` returns prompt by prompt, in their order, each as soon as it and those before it are done.
 
-  For many prompts: what was yielded is not lost if the rest is. Arguments as there.
+  For many prompts: what was yielded is not lost if the rest is. Arguments as there; without a `batch_size` all are
+  decoded together, and done at one time.
 
   Raises:
     ValueError: as `generate`, at the call and not at the first answer.
@@ -241,7 +241,8 @@ def generate_each(
 
 
 class Answers(Iterator[Answer]):
-  """Of several prompts, made as they are asked for. `stats`, as in `Generation`, is of those that are done so far."""
+  """Of several prompts, made as they are asked for. `stats`, as in `Generation`, is of those that are done so far; the
+  seconds are of all, so `tok_per_s` is too low until all are done."""
 
   def __init__(self, target: Target, asked: '_Asked'):
     self._spec = asked.spec
@@ -404,14 +405,17 @@ class Stream(Iterator[Chunk]):
   def _make_chunks(self, asked: '_Asked', mesh: Mesh | None) -> Iterator[Chunk]:
     arguments, static = asked.prepared()
     with using(mesh):
-      run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
+      run, compile_s = _PREFILL.compile(*arguments, **static)
       start = time.perf_counter()
       state = run(*arguments)
       chunk, is_done = self._chunk(state)
-      self._seconds['prefill_s'] = time.perf_counter() - start
-      run, step_compile_s = _STEP.compile(asked.params, state, spec=asked.spec)
-      self._seconds['compile_s'] = prefill_compile_s + step_compile_s
+    self._seconds |= {'prefill_s': time.perf_counter() - start, 'compile_s': compile_s}
     yield chunk
+    if is_done:
+      return
+    with using(mesh):
+      run, compile_s = _STEP.compile(asked.params, state, spec=asked.spec)
+    self._seconds['compile_s'] += compile_s
     while not is_done:
       start = time.perf_counter()
       with using(mesh):
@@ -451,13 +455,13 @@ class _Asked(NamedTuple):
 def _asked(
   target: Target, drafter: Drafter | None, prompts: Any, *, batch_size: Any = None, policy: Any, costs: Any, **how: Any
 ) -> _Asked:
-  require_loaded(target, drafter)
+  require_pair(target, drafter)
   ids = token_ids(target, prompts)
   batch = len(ids) if batch_size is None else min(len(ids), at_least_one('batch_size', batch_size))
-  params, spec = build(target, drafter, policy=policy, batch=batch, waits=batch == len(ids), costs=costs)
   how |= {name: known_integers(name, how[name]) for name in ('row_ids', 'eos_ids')}
   require_valid(target.config, ids, **how)
+  params, spec = build(target, drafter, policy=policy, batch=batch, waits=batch == len(ids), costs=costs)
   if is_shared(mesh_of(target.params)):
-    require_same('The request', (ids, batch, how, spec.policy.describe(), params.economies))
+    require_same('The request', (ids, batch, how, spec, jax.tree.structure(params), params.economies))
   sampling = Sampling.of(**{name: how.pop(name) for name in ('temperature', 'top_k', 'top_p', 'seed')})
   return _Asked(params, spec, ids, batch, sampling, how)

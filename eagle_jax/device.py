@@ -4,7 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ def device_name(mesh: Mesh | None = None) -> str:
 def ran_on(mesh: Mesh | None = None) -> dict[str, Any]:
   """What a number was measured with: `device`, and `versions` of the packages that it may hang on."""
   packages = 'eagle_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint'
-  return {'device': device_name(mesh), 'versions': {name: version(name) for name in packages}}
+  return {'device': device_name(mesh), 'versions': {name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str | None:
+  """None of what is imported from a folder, and was not installed."""
+  try:
+    return version(package)
+  except PackageNotFoundError:
+    return None
 
 
 def _num_cores() -> int | None:

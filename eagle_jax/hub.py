@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.request import require_loaded
+from eagle_jax.request import require_pair
 from eagle_jax.sharding import mesh_of
 from eagle_jax.target.transformer import Target
 from eagle_jax.text import Tokenizer
@@ -111,11 +111,11 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
     ValueError: unknown name, another dtype, unsupported or damaged folder, tensors that do not fit, a drafter for
       another target, or a target that is none.
   """
-  require_loaded(target, None)
+  require_pair(target, None)
   path = _drafter_folder(name_or_path)
   config = heads.read_head_config(path, folder.read_config(path))
   require_match(config, target.config)
-  targets = target.params['embed']['weight'].dtype
+  targets = target.dtype
   asked = targets if dtype is None else parameter_dtype(dtype, 'int8')
   table, mesh = naming.drafter_table(config), mesh_of(target.params)
   floats = targets if asked == jnp.int8 else asked

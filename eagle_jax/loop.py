@@ -13,6 +13,7 @@ from eagle_jax.draft import Outlook
 from eagle_jax.draft.lookup import Lookup
 from eagle_jax.draft.policy import TreePolicy, level_starts
 from eagle_jax.sampling import choose, perturbation
+from eagle_jax.sharding import num_row_parts
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.tree import Candidates, DraftTree, ancestor_mask, depth, padded, rerank
 from eagle_jax.verify import Verdict, verify
@@ -54,7 +55,8 @@ class Checked(NamedTuple):
 
 
 def num_rows(num_nodes: int, batch: int, *, min_rows: int = 1) -> int:
-  """Rows that a target pass over trees of `num_nodes` has for each: as many, or a few unused ones more.
+  """Rows that a target pass over trees of `num_nodes`, `batch` of them on a device, has for each: as many, or a few
+  unused ones more.
 
   Matrix products are made in tiles, and a tile that is not full costs more than a full one: on two CPU cores, in a
   slow hour, 12 rows through SmolLM2's projections take 52 ms and 16 rows 37; 6 and 8 rows, 38 and 30 ms.
@@ -68,7 +70,9 @@ def check(params: Params, state: DecodeState, candidates: Candidates, *, num_nod
   """rerank -> target pass -> verify, for trees of `num_nodes`; the result has the shapes of the policy's largest."""
   max_depth = spec.policy.max_depth
   tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(candidates)
-  full = padded(tree, num_rows(num_nodes, tree.token.shape[0], min_rows=spec.min_rows))
+  batch = tree.token.shape[0]
+  on_device = batch // num_row_parts(batch, jax.sharding.get_abstract_mesh())
+  full = padded(tree, num_rows(num_nodes, on_device, min_rows=spec.min_rows))
   mask_BTT = jax.vmap(functools.partial(ancestor_mask, max_depth=max_depth))(full.parent)
   position_BT = state.cache.length[:, None] + jax.vmap(depth)(mask_BTT)
   taps, rows = spec.target.forward(params.target, full.token, position_BT, mask_BTT, state.cache)

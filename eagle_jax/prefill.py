@@ -10,7 +10,7 @@ import numpy as np
 from eagle_jax.cache import filled
 from eagle_jax.commit import at_rows, is_eos
 from eagle_jax.draft import DraftNetwork
-from eagle_jax.request import integer_array, known_integers, require_valid_rows
+from eagle_jax.request import at_least_one, integer_array, known_integers, require_valid_rows
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.state import DecodeState, Limits, Params, Spec
 from eagle_jax.target import TargetNetwork
@@ -71,7 +71,7 @@ def prefill(
     length_B: [B] integers, prompt lengths, 1 .. L.
     max_new_tokens: Python int, at least 1. The room made in the cache and the output is its `bucket`: `result` has N =
       24 places for 17 tokens.
-    temperature: 0 is greedy.
+    temperature: 0 is greedy. This, like the next three, is one number, or [B], one a row.
     top_k: 0 keeps all.
     top_p: in (0, 1].
     seed: fixes the text.
@@ -85,6 +85,7 @@ def prefill(
     ValueError: arrays of another rank or not of integers, max_new_tokens below 1; and, of values that are not traced,
       what `generate` refuses.
   """
+  max_new_tokens = at_least_one('max_new_tokens', max_new_tokens)
   sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
   tokens_BL = integer_array('tokens_BL', tokens_BL, ndim=2)
   length_B = integer_array('length_B', length_B, ndim=1)
@@ -108,8 +109,6 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
 
   They hold nothing of the policy but the room that it needs: most policies share their prefill's program.
   """
-  if max_new_tokens < 1:
-    raise ValueError(f'max_new_tokens is {max_new_tokens}; at least 1 is needed: prefill itself yields a token.')
   batch, num_prompt = tokens_BL.shape
   num_new = bucket(max_new_tokens)
   row_id_B = jnp.asarray(np.arange(batch) if row_ids is None else row_ids, jnp.int32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.config import TargetConfig
+from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.target.transformer import Target
 
@@ -38,12 +38,14 @@ def token_ids(target: Target, prompts: Any) -> list[list[int]]:
   return [integers(f'Prompt {row}', tokens) for row, tokens in enumerate(prompts)]
 
 
-def require_loaded(target: Any, drafter: Any) -> None:
-  """ValueError if a name or a path came where a loaded model is needed."""
+def require_pair(target: Any, drafter: Any) -> None:
+  """ValueError if a name or a path came where a loaded model is needed, or the drafter is for another target."""
   if not isinstance(target, Target):
     raise ValueError(f'target is {target!r:.80}; one that was loaded is needed: load_target(...).')
   if drafter is not None and not isinstance(drafter, Drafter):
     raise ValueError(f'drafter is {drafter!r:.80}; one that was loaded is needed, or None: load_drafter(..., target).')
+  if drafter is not None:
+    require_match(drafter.config, target.config)
 
 
 def require_valid(
@@ -59,7 +61,8 @@ def require_valid(
   eos_ids=None,
 ) -> None:
   """ValueError if these cannot be decoded; see `decode.generate`."""
-  for name, value in (('max_new_tokens', max_new_tokens), ('top_k', top_k), ('seed', seed)):
+  at_least_one('max_new_tokens', max_new_tokens)
+  for name, value in (('top_k', top_k), ('seed', seed)):
     _integer(f'{name} is', value)
   for name, value in (('temperature', temperature), ('top_p', top_p)):
     _number(f'{name} is', value)
@@ -91,6 +94,8 @@ def require_valid_rows(
 ) -> None:
   """ValueError if padded prompts cannot be decoded; see `prefill`. What is traced is taken on trust."""
   batch, num_prompt = tokens_BL.shape
+  if not batch:
+    raise ValueError('tokens_BL has no rows; one prompt or more is needed.')
   if length_B.shape != (batch,):
     raise ValueError(f'length_B has {length_B.shape[0]} lengths for {batch} rows of tokens_BL; give one a row.')
   ids = None
@@ -99,9 +104,16 @@ def require_valid_rows(
     if outside := [length for length in lengths if not 1 <= length <= num_prompt]:
       raise ValueError(f'length_B holds {outside[:5]}; with tokens_BL {num_prompt} wide, 1 .. {num_prompt} is needed.')
     ids = [tokens[:length] for tokens, length in zip(tokens_BL.tolist(), lengths, strict=True)]
-  how = {name: value for name, value in how.items() if not np.ndim(value)}  # a row may have its own temperature
-  how |= {'row_ids': row_ids, 'eos_ids': eos_ids}
   known = {name: value for name, value in how.items() if is_known(value)}
+  by_row = {name: known.pop(name) for name, value in [*known.items()] if np.ndim(value)}
+  for name, value_B in by_row.items():
+    if np.shape(value_B) != (batch,):
+      raise ValueError(
+        f'{name} has the shape {np.shape(value_B)}; one number, or one for each of {batch} rows, is needed.'
+      )
+    for value in np.unique(value_B):
+      require_valid(config, None, max_new_tokens=max_new_tokens, **{name: value})
+  known |= {name: value for name, value in (('row_ids', row_ids), ('eos_ids', eos_ids)) if is_known(value)}
   require_valid(config, ids, max_new_tokens=max_new_tokens, **known)
 
 

@@ -13,16 +13,17 @@ from jax.extend.random import threefry2x32_p
 
 
 class Sampling(NamedTuple):
-  """How tokens are drawn. Every field is traced: another temperature or seed compiles nothing."""
+  """How tokens are drawn. Every field is traced, so another temperature or seed compiles nothing; and is a scalar, or
+  [B], one number a row."""
 
-  temperature: jax.Array  # [] f32, 0 is greedy; or [B], one a row
+  temperature: jax.Array  # [] f32, 0 is greedy
   top_k: jax.Array  # [] i32, 0 keeps all
   top_p: jax.Array  # [] f32, in (0, 1]; 1 keeps all
   seed: jax.Array  # [] i32
 
   @classmethod
   def of(cls, *, temperature=0.0, top_k=0, top_p=1.0, seed=0) -> 'Sampling':
-    """From Python numbers or traced scalars."""
+    """From numbers, or arrays, traced or not."""
     return cls(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.int32(seed))
 
   def row_axes(self) -> Any:

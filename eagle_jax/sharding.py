@@ -40,7 +40,7 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1
     ValueError: the devices cannot be divided so.
   """
   devices = jax.devices() if devices is None else devices
-  if len(devices) % num_model:
+  if num_model < 1 or len(devices) % num_model:
     raise ValueError(f'{len(devices)} devices cannot be split into models of {num_model}; choose a divisor.')
   grid = np.asarray(devices).reshape(-1, num_model)
   return Mesh(grid, ('data', 'model'), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -53,6 +53,14 @@ def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> Pa
     name = RULES[axis] if axis else None
     names.append(name if name in mesh.shape and name not in names and size % mesh.shape[name] == 0 else None)
   return PartitionSpec(*names)
+
+
+def num_row_parts(batch: int, mesh: Any) -> int:
+  """In how many parts a mesh splits so many batch rows; 1 without a mesh, or where it does not divide them."""
+  if mesh is None or mesh.empty:
+    return 1
+  (name,) = partition(('batch',), (batch,), mesh)
+  return mesh.shape[name] if name else 1
 
 
 def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:

@@ -39,7 +39,7 @@ class Spec:
   target: TargetNetwork
   drafter: DraftNetwork
   policy: TreePolicy
-  # Of a target pass, over the batch.
+  # Of a target pass, over the batch rows of a device.
   min_rows: int = dataclasses.field(default_factory=lambda: tile_rows(jax.default_backend()))
 
   @property

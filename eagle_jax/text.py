@@ -318,7 +318,7 @@ def read_prompts(path: str | Path) -> Iterator[str]:
     ValueError: no file, none of UTF-8, a damaged one, no prompt in it, or a line of JSON without a `prompt` string,
       which is named.
   """
-  path = Path(path)
+  path = Path(path).expanduser()
   if path.is_dir() or not path.exists():  # a pipe is as good as a file
     raise ValueError(f'No file of prompts at {path}: give one with a prompt a line, or JSON Lines with "prompt".')
   is_empty = True

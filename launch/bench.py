@@ -15,7 +15,7 @@ from absl import flags
 
 from eagle_jax.auto import settle
 from eagle_jax.bench import questions
-from eagle_jax.bench.measure import Bench
+from eagle_jax.bench.measure import Bench, identity
 from eagle_jax.bench.run import run
 from eagle_jax.bench.summary import markdown
 from eagle_jax.device import ran_on
@@ -44,9 +44,8 @@ def main(_):
   reports = {how.pop('temperature'): out}
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
-  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | how | ran_on(mesh_of(target.params))
-  setup |= {'policy': policy.describe(), 'draft_vocab_size': drafter and drafter.config.draft_vocab_size}
-  setup |= {'is_quantised': drafter is not None and drafter.is_quantised}
+  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype', 'drafter_dtype')} | how
+  setup |= {'policy': policy.describe(), **identity(drafter), **ran_on(mesh_of(target.params))}
   bench = Bench(target, drafter, policy, how, FLAGS.num_repeats)
   for temperature, into in reports.items():
     summary = run(bench, asked, temperature, out / 'answers.jsonl', into, setup)

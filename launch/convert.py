@@ -1,4 +1,4 @@
-"""Reads a drafter of any layout, and writes it in another; says what it is, and that it reads back bit for bit.
+"""Reads a drafter of any layout, says what it is, and writes it in another, of which it reads back the same bits.
 
 python launch/convert.py --to=sglang --out=runs/for_sglang
 """
@@ -33,7 +33,7 @@ def main(_):
     'kind': 'EAGLE-3' if isinstance(config, Eagle3Config) else 'EAGLE-1/2',
     'target': target.config.name,
     'tapped_layers': config.tapped_layers(target.config.num_layers),
-    'draft_vocabulary': config.draft_vocab_size or config.vocab_size,
+    'draft_vocabulary': config.num_ids,
     'parameters': sum(x.size for x in leaves),
     'bytes': sum(x.size * x.dtype.itemsize for x in leaves),
   }
@@ -44,14 +44,15 @@ def main(_):
 
 
 def write(target, drafter, out: Path) -> None:
-  """Writes the folder, and reads it back."""
+  """Writes the folder, and reads back what it was written from."""
   if out.exists() and any(out.iterdir()):
     raise ValueError(f'{out} is not empty: choose another --out, or empty it.')
   if FLAGS.to == 'eagle_jax':
     hub.save_drafter(drafter, out)
   else:
     hub.export_drafter(drafter, out, target, layout=FLAGS.to)
-  jax.tree.map(np.testing.assert_array_equal, hub.load_drafter(out, target).params, drafter.params)
+  again = hub.load_drafter(out, target, dtype=FLAGS.drafter_dtype)
+  jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
 
 
 if __name__ == '__main__':

@@ -41,7 +41,7 @@ def run(main, *, starts_often: bool = False):
       print('interrupted', file=sys.stderr)
       sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
-      print(f'error: {error}', file=sys.stderr)
+      print('error:', '; '.join(map(str.strip, str(error).splitlines())), file=sys.stderr)
       sys.exit(2)
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):

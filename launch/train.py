@@ -23,7 +23,9 @@ flags.DEFINE_string('out', None, 'Run folder: shards of answers, checkpoints, me
 flags.DEFINE_string('variant', None, 'One of the VARIANTS of the configuration.')
 flags.DEFINE_string('initial', None, 'Drafter to begin with: a shipped name or a folder. Without: a fresh one.')
 flags.DEFINE_integer('report_every', 100, 'Steps between two evaluations, with a checkpoint each.', lower_bound=1)
-flags.DEFINE_integer('num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.')
+flags.DEFINE_integer(
+  'num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.', lower_bound=1
+)
 flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load no weights.')
 
 
@@ -41,7 +43,7 @@ def main(_):
     config,
     out / FLAGS.variant if FLAGS.variant else out,
     shards=out / 'shards',
-    prompts=FLAGS.prompts,
+    prompts=FLAGS.prompts and str(Path(FLAGS.prompts).expanduser()),
     initial=FLAGS.initial,
     mesh=mesh if mesh.size > 1 else None,
     report_every=FLAGS.report_every,

@@ -13,7 +13,7 @@ import pytest
 from eagle_jax.bench import measure as measuring
 from eagle_jax.bench import summary
 from eagle_jax.bench.calibration import acceptance_by_rank, calibrate, reliability
-from eagle_jax.bench.measure import Answered, Bench, Timed, gap_where_they_part
+from eagle_jax.bench.measure import Answered, Bench, Timed, gap_where_they_part, identity
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import QUESTIONS, Question, read_questions, tasks_in
 from eagle_jax.bench.run import run
@@ -143,6 +143,31 @@ def test_a_stopped_run_goes_on(pair, answers, tmp_path, monkeypatch):
     next(bench.measure(ASKED, 0.0, log, {**SETTINGS, 'seed': 4}))
 
 
+def test_a_run_that_answered_nothing_is_as_good_as_not_begun(pair, tmp_path):
+  log, mistyped = tmp_path / 'log', {**OPTIONS, 'top_p': 1.5}
+  with pytest.raises(ValueError, match='top_p is 1.5'):
+    next(Bench(*pair, POLICY, mistyped).measure(ASKED, 0.0, log, mistyped))
+  log.write_text(json.dumps(mistyped) + '\n')
+  assert len([*Bench(*pair, POLICY, OPTIONS).measure(ASKED, 0.0, log, SETTINGS)]) == 4
+  assert json.loads(log.read_text().splitlines()[0]) == SETTINGS
+
+
+def test_an_answer_to_another_text_is_no_answer(pair, tmp_path):
+  bench = Bench(*pair, POLICY, OPTIONS)
+  assert len([*bench.measure(ASKED[1:2], 0.0, tmp_path / 'log', SETTINGS)]) == 1
+  with pytest.raises(ValueError, match=r"answer to another text of \('one', '2', 0.*another --out"):
+    next(bench.measure([ASKED[1]._replace(turns=('da',))], 0.0, tmp_path / 'log', SETTINGS))
+
+
+def test_a_drafter_that_was_trained_on_is_another(pair):
+  _, drafter = pair
+  assert identity(None) == {}
+  other = dataclasses.replace(drafter, params=jax.tree.map(lambda x: x + 1, drafter.params))
+  assert identity(drafter) == identity(dataclasses.replace(drafter))
+  for changed in (other, drafter.quantised(), drafter.first_ids(9)):
+    assert identity(changed) != identity(drafter)
+
+
 @pytest.mark.parametrize(
   'how', [{}, {'temperature': 1.0, 'seed': 5}, {'temperature': 1.0, 'top_k': 2}, {'top_k': 1}], ids=str
 )
@@ -236,7 +261,7 @@ def test_repeats_make_a_spread_and_count_once_in_tau():
   np.testing.assert_allclose(summary.details(rows, Chain(2))['plain_spread'], np.std([7 / 2, 7 / 4], ddof=1))
 
 
-def test_tables_and_plots_are_written(tmp_path):
+def test_tables_and_plots_are_written(tmp_path, monkeypatch):
   out = summary.report(BY_HAND, Chain(2))
   out['calibration'] = {'confidence': [0.1, 0.9], 'acceptance': [0.2, 0.8], 'expected_error': 0.1}
   text = summary.markdown(out)
@@ -250,6 +275,8 @@ def test_tables_and_plots_are_written(tmp_path):
   paths = plot(out, tmp_path)
   assert {path.name for path in paths} == {'accepted.png', 'acceptance_by_depth.png', 'calibration.png'}
   assert all(path.read_bytes().startswith(b'\x89PNG') for path in paths)
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+  assert plot(out, tmp_path / 'without_matplotlib') == []
 
 
 def test_reliability_by_hand():

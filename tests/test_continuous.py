@@ -13,6 +13,7 @@ from eagle_jax.config import Eagle3Config
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
+from eagle_jax.program import Program
 from test_cost import COSTS
 from test_decode import compile_events
 
@@ -129,6 +130,20 @@ def test_an_answer_is_there_before_the_rest_is_made(target, prompts):
     assert not made
     for number, _ in enumerate(answers):
       assert len(made) == number + 1
+
+
+def test_the_last_answers_do_not_wait_for_each_other(target, prompts):
+  with mock.patch.object(continuous.Rows, '_harvest', autospec=True, side_effect=continuous.Rows._harvest) as harvest:
+    answers = decode.generate_each(target, None, prompts, batch_size=3, max_new_tokens=NUM_NEW)
+    num_harvests = [harvest.call_count for _ in answers]
+  assert len(prompts) > 4
+  assert num_harvests[-1] > num_harvests[-3]
+
+
+def test_rows_are_filled_by_one_program(target):
+  with mock.patch.object(continuous, '_INSERT', Program(continuous.insert)) as insert:
+    decode.generate(target, DRAFTER, [[1, 2], [3], [4]], batch_size=1, max_new_tokens=4, policy=Chain(2))
+  assert len(insert._compiled) == 1
 
 
 def test_what_comes_early_waits():

@@ -423,7 +423,9 @@ BAD_REQUESTS = [
   ({'target': 'smollm2'}, "target is 'smollm2'; .*load_target"),
   ({'drafter': 'smollm2'}, "drafter is 'smollm2'; .*load_drafter"),
   ({'drafter': None}, 'dynamic.*needs a drafter'),
+  ({'drafter': None, 'policy': Adaptive(2, 2, 3, 6)}, 'adaptive.*needs a drafter'),
   ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
+  ({'max_new_tokens': -5, 'batch_size': 2}, 'max_new_tokens is -5.*at least 1'),
   ({'row_ids': [1, 2, 3]}, '3 row_ids came for 4 prompts'),
   ({'seed': 2**31}, 'seed is 2147483648.*32 bits'),
   ({'temperature': '0.5'}, "temperature is '0.5'; a number"),
@@ -450,6 +452,14 @@ def test_bad_requests(target, drafter, plain, change, words):
   assert events == []
 
 
+def test_a_bad_request_is_refused_before_the_drafter_is_made_ready(target, drafter):
+  """Rows of the head are gathered and rounded, which is compiled too."""
+  few = drafter.first_ids(12).quantised()
+  with compile_events() as events, pytest.raises(ValueError, match='temperature is -1'):
+    decode.generate(target, few, PROMPTS, policy=SMALL, temperature=-1)
+  assert events == []
+
+
 @pytest.mark.parametrize(
   ('change', 'words'),
   [
@@ -464,7 +474,11 @@ def test_bad_requests(target, drafter, plain, change, words):
     ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
     ({'max_new_tokens': [16]}, r'max_new_tokens is \[16\]; an integer'),
     ({'max_new_tokens': 510}, 'Prompt 0 has 3 tokens.*context of 512'),
+    ({'tokens_BL': np.zeros((0, 3), int), 'length_B': np.zeros(0, int)}, 'tokens_BL has no rows'),
     ({'temperature': -1.0}, 'temperature is -1.0'),
+    ({'temperature': np.array([0.5, -1.0])}, 'temperature is -1.0'),
+    ({'temperature': np.array([0.5, np.nan])}, 'temperature is nan'),
+    ({'top_k': [1, 2, 3]}, r'top_k has the shape \(3,\); one number, or one for each of 2 rows'),
     ({'top_p': 0}, 'top_p is 0;'),
     ({'top_k': -1}, 'top_k is -1'),
     ({'row_ids': [1]}, '1 row_ids came for 2'),
@@ -478,6 +492,20 @@ def test_bad_input_to_the_pure_core(target, drafter, change, words):
   with compile_events() as events, pytest.raises(ValueError, match=words):
     decode.prefill(params, **request, spec=spec)
   assert events == []
+
+
+def test_each_row_may_be_drawn_in_a_way_of_its_own(target, drafter):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+  ways = {'temperature': [0.0, 1.0, 0.7], 'top_k': [0, 5, 0], 'top_p': [1.0, 1.0, 0.8], 'seed': [3, 4, 5]}
+  tokens_BL, length_B = [[1, 2, 3]] * 3, [3, 3, 3]
+  of_rows = {name: np.array(values) for name, values in ways.items()}
+  state = decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=12, eos_ids=(), **of_rows)
+  tokens_BN, *_ = decode.result(decode.decode_loop(params, state, spec=spec))
+  for row, tokens in enumerate(tokens_BN[:, :12].tolist()):
+    how = {name: values[row] for name, values in ways.items()}
+    assert [tokens] == decode.generate(
+      target, None, [[1, 2, 3]], max_new_tokens=12, eos_ids=(), row_ids=[row], **how
+    ).tokens
 
 
 def test_what_is_traced_is_taken_on_trust(target, drafter):
@@ -503,6 +531,7 @@ def test_what_is_traced_is_taken_on_trust(target, drafter):
     ({'temperature': -1.0}, 'temperature is -1.0'),
     ({'policy': 'tree'}, 'Unknown policy'),
     ({'row_ids': [1, 2]}, '2 row_ids came for 1'),
+    ({'max_new_tokens': 0}, 'max_new_tokens is 0'),
   ],
   ids=lambda x: '' if isinstance(x, str) else str(x)[:40],
 )
@@ -512,17 +541,29 @@ def test_bad_streams_fail_at_the_call(target, drafter, plain, change, words):
     decode.stream(target, drafter, **request)
 
 
+def test_the_first_token_is_there_before_the_step_is_compiled(target, drafter, monkeypatch):
+  """And where it is the last one, no step is."""
+  monkeypatch.setattr(decode, '_STEP', Program(decode.decode_step))
+  assert len(list(decode.stream(target, drafter, PROMPTS[0], max_new_tokens=1, policy=SMALL))) == 1
+  chunks = decode.stream(target, drafter, PROMPTS[0], max_new_tokens=9, policy=SMALL, eos_ids=())
+  assert len(next(chunks).tokens) == 1
+  assert not decode._STEP._compiled
+  assert sum(len(chunk.tokens) for chunk in chunks) == 8
+  assert len(decode._STEP._compiled) == 1
+
+
 def test_text_needs_a_tokenizer(drafter):
   with pytest.raises(ValueError, match='no tokenizer.*token ids'):
     decode.generate(tiny.target(), drafter, ['Why?'])
 
 
+@pytest.mark.parametrize('policy', [SMALL, 'plain', 'auto'])
 @pytest.mark.parametrize(('field', 'size'), [('width', 48), ('vocab_size', 96)])
-def test_a_drafter_of_another_target(target, field, size):
+def test_a_drafter_of_another_target(target, field, size, policy):
   fields = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
   other = tiny.drafter(DrafterConfig(**fields | {field: size}))
   with pytest.raises(ValueError, match=f'another target.*{field} {size} instead of .*trained for'):
-    decode.generate(target, other, PROMPTS, policy=SMALL)
+    decode.generate(target, other, PROMPTS, policy=policy)
 
 
 @pytest.mark.parametrize('drafter_dtype', [jnp.bfloat16, jnp.float32])

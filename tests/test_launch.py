@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,6 +156,17 @@ def test_a_target_without_tokenizer_refuses_text(files):
   assert 'no tokenizer' in done.stderr
 
 
+def test_many_faults_are_one_line(files, tmp_path):
+  shutil.copytree(files[1].removeprefix('--drafter='), tmp_path / 'drafter')
+  path = tmp_path / 'drafter' / 'config.json'
+  path.write_text(path.read_text(encoding='utf-8').replace('64', '48'), encoding='utf-8')
+  done = launch('generate', files[0], f'--drafter={tmp_path / "drafter"}', '--prompt=hello')
+  assert done.returncode == 2
+  *_, line = done.stderr.splitlines()
+  assert line.startswith('error: ')
+  assert line.count('needed; ') >= 1
+
+
 @pytest.mark.parametrize('name', ['bench', 'cost'])
 def test_questions_need_a_tokenizer(files, name, tmp_path):
   done = launch(name, *files, f'--out={tmp_path / "out"}')
@@ -232,7 +244,9 @@ def test_stream_prints_the_text_and_a_line_of_statistics(smollm2):
 @pytest.mark.slow
 def test_convert(files, tmp_path):
   out = tmp_path / 'sglang'
-  run = launch('convert', *files, '--to=sglang', f'--out={out}', '--json')
+  run = launch(
+    'convert', *files, '--dtype=bfloat16', '--drafter_dtype=float32', '--to=sglang', f'--out={out}', '--json'
+  )
   assert run.returncode == 0, run.stderr
   report = json.loads(run.stdout)
   assert (report['kind'], report['layout'], report['draft_vocabulary']) == ('EAGLE-1/2', 'sglang', 11)

@@ -323,6 +323,14 @@ def test_the_kernel_of_tpus_sees_the_same(num_slots, length_B, num_earlier, num_
   np.testing.assert_allclose(out, mix.attend(*rows), rtol=2e-5, atol=1e-6)
 
 
+def test_caches_of_any_size_lie_in_blocks_that_the_kernel_of_tpus_reads():
+  for wanted in range(1, 3000):
+    num_slots = kv_cache.in_blocks(wanted)
+    block = attention_tpu._block(16 * 4, num_slots)
+    assert wanted <= num_slots < wanted + 128
+    assert num_slots == block or block % 128 == 0
+
+
 def test_what_the_kernel_of_tpus_leaves():
   def takes(*, num_slots=8, num_queries=8, num_new=8, head_dim=128, dtype=jnp.bfloat16):
     shapes = (1, 1, 8, num_queries, head_dim), (1, 1, num_new, head_dim), (1, 1, num_slots, head_dim)

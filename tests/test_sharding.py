@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.sharding import PARAM_AXES, RULES, constrain, make_mesh, mesh_of, partition
+from eagle_jax.sharding import PARAM_AXES, RULES, constrain, make_mesh, mesh_of, num_row_parts, partition
 from eagle_jax.target.transformer import TransformerTarget
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +31,7 @@ class FourByTwo:
   """What `partition` reads of a mesh."""
 
   shape = {'data': 4, 'model': 2}
+  empty = False
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,12 @@ def test_partition(axes, shape, spec):
   assert partition(axes, shape, FourByTwo) == PartitionSpec(*spec)
 
 
+@pytest.mark.parametrize(('batch', 'num_parts'), [(8, 4), (4, 4), (6, 1), (1, 1)])
+def test_rows_of_a_device(batch, num_parts):
+  assert num_row_parts(batch, FourByTwo) == num_parts
+  assert num_row_parts(batch, None) == num_row_parts(batch, jax.sharding.get_abstract_mesh()) == 1
+
+
 def test_partition_without_the_axis_replicates():
   class DataOnly:
     shape = {'data': 4}
@@ -68,6 +75,8 @@ def test_make_mesh():
   assert dict(make_mesh(devices).shape) == {'data': 1, 'model': 1}
   with pytest.raises(ValueError, match='1 devices cannot be split into models of 3'):
     make_mesh(devices, num_model=3)
+  with pytest.raises(ValueError, match='1 devices cannot be split into models of 0'):
+    make_mesh(devices, num_model=0)
 
 
 def test_without_a_mesh_nothing_is_constrained():

@@ -22,9 +22,10 @@ from eagle_jax.hub import load_drafter, save_drafter
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
+from eagle_jax.train.checkpoint import metrics_log
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.loop import begin, borrow, evaluate_all, train
+from eagle_jax.train.loop import begin, borrow, evaluate_all, train, with_features
 from eagle_jax.train.rollout import reachable, rollout, staircase, started
 from eagle_jax.train.shards import Data, Example
 from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
@@ -91,6 +92,11 @@ def test_losses_equal_loops():
     rank = sorted(range(7), key=lambda i: -a_UR[i, row]).index(5)
     assert losses.rank_of(jnp.float32(a_UR)[:, row : row + 1], jnp.array([5])).tolist() == [rank]
     assert losses.rank_of(jnp.float32(a_UR)[:, row : row + 1], jnp.array([-1])).tolist() == [7]
+
+
+def test_nan_is_never_the_best():
+  logits_UR = jnp.asarray([[jnp.nan, 2.0, 2.0], [1.0, jnp.nan, 1.0], [0.0, 0.0, 0.0]])
+  assert losses.rank_of(logits_UR, jnp.zeros(3, jnp.int32)).tolist() == [3, 1, 0]
 
 
 def test_by_chunks_changes_neither_losses_nor_gradients():
@@ -391,6 +397,34 @@ def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
   assert run(tmp_path / 'whole') == expected  # nothing left to do
 
 
+def test_a_run_that_diverges_ends_and_leaves_what_was_good(target, tmp_path):
+  examples = answered(12, 24, 1.0)
+  run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], folder=tmp_path, report_every=1)
+  run(recipe=dataclasses.replace(RECIPE, num_steps=2))
+  kept = (tmp_path / 'drafter' / 'model.safetensors').read_bytes()
+  (tmp_path / 'settings.json').unlink()
+  with pytest.raises(ValueError, match=r"diverged: after step [3-6], .*'cross_entropy_0'.* are not finite.*drafter"):
+    run(recipe=dataclasses.replace(RECIPE, learning_rate=1e38))
+  assert (tmp_path / 'drafter' / 'model.safetensors').read_bytes() == kept
+
+
+def test_a_log_of_metrics_may_gain_names(tmp_path):
+  for first_step, metrics in ((1, {'a': 1}), (2, {'a': 2, 'b': 3}), (3, {'a': 4})):
+    with metrics_log(tmp_path / 'log.csv', first_step=first_step) as log:
+      log(first_step, metrics)
+  with metrics_log(tmp_path / 'log.csv', first_step=3) as log:  # the third was lost
+    log(3, {'b': 5})
+  rows = (tmp_path / 'log.csv').read_text().splitlines()
+  assert rows == ['step,a,b', '1,1,', '2,2,3', '3,,5']
+
+
+def test_features_go_to_their_texts_whatever_those_are_called(target):
+  whole = answered(2, 12, 0.0)
+  bare = [one._replace(id=7, feature=one.feature[:, :0]) for one in whole]
+  for one, again in zip(whole, with_features(target, [whole[0], *bare])[1:], strict=True):
+    np.testing.assert_allclose(again.feature.astype(np.float32), one.feature.astype(np.float32), rtol=0.02, atol=0.02)
+
+
 def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
   examples = answered(12, 24, 1.0)
 
@@ -446,7 +480,7 @@ def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path
 def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
   """To the run folder, which is not resumed with others, and to the drafter's provenance."""
   told = {}
-  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **how: told.update(how) or target)
   monkeypatch.setattr('eagle_jax.train.run._gather', lambda *_: whole_run._Gathered([], [], {}))
   monkeypatch.setattr('eagle_jax.train.run.train', lambda *_, **how: told.update(how))
   save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(0))), tmp_path / 'first')
@@ -456,6 +490,7 @@ def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
   assert told['origin'] == {'initial': first, 'data': {'a': repr(Data(1))}}
   assert told['provenance'].items() >= told['origin'].items()
   assert told['initial'].config == DRAFTER
+  assert told['dtype'] == 'float32'
 
 
 @pytest.mark.parametrize(
@@ -464,12 +499,20 @@ def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
     ({'num_rows': 0, 'chunk_places': -1}, "at least 1: {'num_rows': 0, 'chunk_places': -1}"),
     ({'num_places': 40, 'chunk_places': 12}, 'num_places is 40 and chunk_places 12; chunk_places must divide'),
     ({'num_places': 1000, 'chunk_places': 256}, 'num_places is 1000 and chunk_places 256'),
+    ({'dtype': 'float23'}, "dtype is 'float23'; 'float32', 'bfloat16'"),
+    ({'learning_rate': float('nan'), 'clip_norm': -1.0}, "at least 0: {'learning_rate': nan, 'clip_norm': -1.0}"),
     ({'num_accumulated': 4}, 'num_accumulated is 4; a divisor of num_steps, 6, is needed'),
   ],
 )
 def test_a_recipe_is_checked(changes, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(RECIPE, **changes)
+
+
+@pytest.mark.parametrize('draft_vocab_size', [0, -1, 32])
+def test_a_draft_vocabulary_is_a_part_of_the_target_s(draft_vocab_size):
+  with pytest.raises(ValueError, match=f'draft_vocab_size is {draft_vocab_size}; 1 .. vocab_size, 31, or None'):
+    dataclasses.replace(DRAFTER, draft_vocab_size=draft_vocab_size)
 
 
 def test_a_trained_drafter_is_accepted_more(target, tmp_path):

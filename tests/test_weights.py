@@ -56,6 +56,8 @@ def test_gguf_needed_fields_have_no_default(tmp_path, table):
   ('extra', 'message'),
   [
     ({'llama.rope.scaling.type': 'yarn'}, 'RoPE scaling'),
+    ({'llama.rope.scaling.factor': 4.0}, "RoPE scaling 'linear'"),
+    ({'llama.rope.scale_linear': 2.0}, "RoPE scaling 'linear'"),
     ({'llama.expert_count': 8}, 'experts'),
     ({'llama.rope.dimension_count': 4}, 'rope.dimension_count is 4'),
     ({'llama.attention.sliding_window': 4096}, 'sliding window'),

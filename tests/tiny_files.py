@@ -43,7 +43,8 @@ def write_gguf(path, tensors, *, config=TINY, arch='llama', leave_out=(), extra=
   writer.add_eos_token_id(config.eos_ids[0])
   writer.add_eot_token_id(config.eos_ids[1])
   for name, value in (extra or {}).items():
-    writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
+    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+    add(name, value)
   for name, array in tensors.items():
     if name in quantised:
       kind = gguf.GGMLQuantizationType.Q8_0

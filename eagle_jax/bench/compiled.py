@@ -80,7 +80,7 @@ class ShapedPair:
 
     target = self._placed(shapes(TransformerTarget(self.target, self.dtype)))
     head = target.get('head', target['embed'])['weight']
-    num_ids = self.drafter.draft_vocab_size or self.drafter.vocab_size
+    num_ids = self.drafter.num_ids
     drafts = {'head': {'weight': jax.ShapeDtypeStruct((num_ids, head.shape[1]), head.dtype)}}
     own = shapes(Eagle(self.drafter, self.dtype)) | drafts | {'ids': jax.ShapeDtypeStruct((num_ids,), jnp.int32)}
     if self.is_quantised:

@@ -1,6 +1,7 @@
 """Plain and speculative decoding of the same questions, turn about, each answer written down as soon as it is there."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import zlib
@@ -16,8 +17,8 @@ from eagle_jax.decode import Generation, generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
+from eagle_jax.sharding import fetched
 from eagle_jax.target.transformer import Target, TransformerTarget
-from eagle_jax.weights.files import replacing
 
 NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
 
@@ -91,11 +92,12 @@ class Bench:
     """
     tokenizer_of(self.target)  # before anything is written
     known = _read_log(log, settings)
+    log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, 'a', encoding='utf-8') as file:
       for question in questions:
         for key, answer in self._ask(question, temperature, known):
           if key not in known:
-            file.write(answer.line())
+            file.write(answer.line() if file.tell() else json.dumps(settings) + '\n' + answer.line())
             file.flush()
           yield answer
 
@@ -116,6 +118,10 @@ class Bench:
       for repeat in range(self.num_repeats):
         key = question.task, question.id, turn, temperature, repeat
         answer = known[key] if key in known else self._answer(key, prompt, question.row_id)
+        if answer.prompt != prompt:
+          raise ValueError(
+            f'The log has an answer to another text of {key}. Choose another --out, or move the log away.'
+          )
         yield key, answer
       messages.append({'role': 'assistant', 'content': tokenizer.decode(answer.plain.tokens)})
 
@@ -135,6 +141,17 @@ class Bench:
     return Timed.of(warm(self.target, self.drafter, [prompt], **how))
 
 
+def identity(drafter: Drafter | None) -> dict[str, Any]:
+  """What tells a drafter from others: how many ids it drafts, in 8 bits or not, and a digest of its numbers."""
+  if drafter is None:
+    return {}
+  digest = hashlib.sha256()
+  for x in jax.tree.leaves(fetched(drafter.params)):
+    digest.update(x.tobytes())
+  ids = {'draft_vocab_size': drafter.config.draft_vocab_size, 'is_quantised': drafter.is_quantised}
+  return ids | {'drafter_sha256': digest.hexdigest()}
+
+
 def warm(*args: Any, **how: Any) -> Generation:
   """`generate`, and once more if something had to be compiled: times are of a warm program."""
   generation = generate(*args, **how)
@@ -144,11 +161,13 @@ def warm(*args: Any, **how: Any) -> Generation:
 def _read_log(path: Path, settings: Mapping[str, Any]) -> dict[tuple, Answered]:
   """What a log holds, by question, turn, temperature and repeat. A line that was being written is cut off."""
   if not path.exists():
-    with replacing(path) as temporary:
-      temporary.write_text(json.dumps(settings) + '\n', encoding='utf-8')
+    return {}
   text = path.read_bytes()
   os.truncate(path, text.rfind(b'\n') + 1)
-  first, *lines = text[: text.rfind(b'\n') + 1].decode().splitlines()
+  first, *lines = text[: text.rfind(b'\n') + 1].decode().splitlines() or ['']
+  if not lines:  # as good as not begun
+    os.truncate(path, 0)
+    return {}
   if (found := json.loads(first)) != (asked := json.loads(json.dumps(settings))):
     raise ValueError(f'The log {path} is of a run with {found}, not {asked}. Choose another --out, or move it away.')
   answered = map(Answered.parse, lines)
@@ -166,7 +185,7 @@ def gap_where_they_part(
     return None
   same = next((i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b), min(len(plain), len(spec)))
   context = [*prompt, *plain[:same]]
-  network = TransformerTarget(target.config, target.params['embed']['weight'].dtype)
+  network = TransformerTarget(target.config, target.dtype)
   taps = network.read(target.params, jnp.asarray([context]))
   logits_V = network.logits(target.params, taps)[:, 0, -1]
   best, second = jax.lax.top_k(perturbed(logits_V, sampling, row_id, len(context)), 2)[0]

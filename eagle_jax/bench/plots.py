@@ -1,5 +1,7 @@
 """Plots of a benchmark and of costs, as PNG files."""
 
+import importlib.util
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,8 @@ import numpy as np
 from eagle_jax.cost import Costs, Parts, plain_tok_per_s
 from eagle_jax.weights.files import replacing
 
+log = logging.getLogger('eagle_jax')
+
 
 def plot(report: Mapping[str, Any], folder: Path) -> list[Path]:
   """Histogram of accepted lengths, acceptance by depth and by task, and calibration if the report has it.
@@ -19,8 +23,10 @@ def plot(report: Mapping[str, Any], folder: Path) -> list[Path]:
     folder: where the files go.
 
   Returns:
-    Their paths.
+    Their paths; none without matplotlib.
   """
+  if not _has_matplotlib():
+    return []
   pooled = report['details']['pooled']
   with _figure(folder / 'accepted.png', 'drafted tokens accepted by a target pass', 'share of passes') as axes:
     count = np.asarray(pooled['num_accepted'])
@@ -49,8 +55,10 @@ def plot_costs(costs: Parts, path: Path) -> None:
 
   Args:
     costs: measured.
-    path: where the PNG file goes.
+    path: where the PNG file goes; without matplotlib, there will be none.
   """
+  if not _has_matplotlib():
+    return
   with _figure(path, 'rows: tree nodes, or width of a level', 'ms') as axes:
     for times in costs.times:
       passes = (
@@ -83,6 +91,13 @@ def plot_costs(costs: Parts, path: Path) -> None:
         axes.plot(*zip(*points, strict=True), **style, label=f'{label}, 8 bits' if is_quantised else label)
     axes.set_xscale('log', base=2)
     axes.legend()
+
+
+def _has_matplotlib() -> bool:
+  found = importlib.util.find_spec('matplotlib') is not None
+  if not found:
+    log.info('no matplotlib (extra: bench): nothing is plotted')
+  return found
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def tokenizer_of(target: Target) -> Any:
 
 def tasks_in(folder: str | Path) -> list[str]:
   """Names of a folder's tasks; ValueError if it has none."""
-  if tasks := sorted(path.stem for path in Path(folder).glob('*.jsonl')):
+  if tasks := sorted(path.stem for path in Path(folder).expanduser().glob('*.jsonl')):
     return tasks
   raise ValueError(f'No questions in {folder}: needed is a folder with a TASK.jsonl file or more.')
 
@@ -49,7 +49,7 @@ def read_questions(folder: str | Path, task: str, num_questions: int | None = No
   Raises:
     ValueError: no such task, a line that holds no question, or no line at all; the message names it.
   """
-  path = Path(folder) / f'{task}.jsonl'
+  path = Path(folder).expanduser() / f'{task}.jsonl'
   if not path.is_file():
     raise ValueError(f'No questions at {path}. The tasks in that folder are {tasks_in(folder)}: choose among them.')
   with open(path, encoding='utf-8') as lines:

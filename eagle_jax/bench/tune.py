@@ -129,7 +129,7 @@ def part_costs(
     contexts: tokens before the passes that are timed, ascending.
     progress: wraps what takes long, as tqdm does.
   """
-  dtype = str(target.params['embed']['weight'].dtype)
+  dtype = str(target.dtype)
   mesh = mesh_of(target.params)
   num_devices = 1 if mesh is None else mesh.size
   measured, read_rates = [], [bytes_per_s()]
@@ -162,7 +162,7 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
   def form(policy: TreePolicy, **changes: Any) -> tuple[Params, Spec]:
     return params, dataclasses.replace(spec, policy=policy, **changes)
 
-  num_ids = drafter.config.draft_vocab_size or drafter.config.vocab_size
+  num_ids = drafter.config.num_ids
   widths = [width for width in WIDTHS if width <= num_ids]
   whole = [policy for policy in WHOLE if max(policy.fanouts) <= num_ids]
   forms: dict[Hashable, tuple[Params, Spec]] = {('verify', 1): build(target, drafter, policy='plain')}

@@ -72,9 +72,9 @@ class Drafter:
     return Drafter(config, {**self.params, 'ids': jnp.asarray(ids, jnp.int32)})
 
   def first_ids(self, num_ids: int) -> 'Drafter':
-    """Drafts the first `num_ids` of its ids only: `launch/train.py` put the most frequent ones first. Without ids of
-    its own, the first of the target's."""
-    if num_ids == (self.config.draft_vocab_size or self.config.vocab_size):
+    """Drafts the first `num_ids` of its ids only: `launch/train.py` put those first that no vocabulary may lack, then
+    the most frequent. Without ids of its own, the first of the target's."""
+    if num_ids >= self.config.num_ids:
       return self
     return self.with_ids(self.params['ids'][:num_ids] if 'ids' in self.params else jnp.arange(num_ids))
 

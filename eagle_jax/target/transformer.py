@@ -22,6 +22,11 @@ class Target:
   tokenizer: Any = None  # a `text.Tokenizer`, or None: then prompts are token ids
 
   @property
+  def dtype(self) -> Any:
+    """Of parameters and caches."""
+    return self.params['embed']['weight'].dtype
+
+  @property
   def head_VD(self) -> Any:
     """The language-model head's weights, which may be the embedding's."""
     return self.params.get('head', self.params['embed'])['weight']

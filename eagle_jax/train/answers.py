@@ -210,4 +210,4 @@ def _whole_text(target: Target, answer: Answer) -> str:
 
 
 def _network(target: Target) -> TransformerTarget:
-  return TransformerTarget(target.config, target.params['embed']['weight'].dtype)
+  return TransformerTarget(target.config, target.dtype)

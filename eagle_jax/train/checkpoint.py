@@ -4,7 +4,7 @@ import contextlib
 import csv
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
   return '; '.join(f'{name} {then.get(name)!r}, not {now.get(name)!r}' for name in names)
 
 
-def require_same(path: Path, settings: Mapping[str, Any]) -> None:
+def settle_settings(path: Path, settings: Mapping[str, Any]) -> None:
   """Writes the settings that a folder is made with, or finds them there.
 
   Raises:
@@ -118,34 +118,34 @@ def metrics_log(path: Path, *, first_step: int) -> Iterator:
   same numbers beside the file where tensorboardX is installed. Of several processes, the lead writes.
 
   Args:
-    path: of the CSV file; its columns are those of the first row.
+    path: of the CSV file, which is written anew with each row; a row has no value where others have a name more.
     first_step: the step that will be logged next, at the earliest.
   """
   if not is_lead():
     yield lambda step, metrics: None
     return
-  kept = []
+  rows: list[dict[str, Any]] = []
   if path.exists():
     with open(path, newline='', encoding='utf-8') as file:
-      kept = [row for row in csv.DictReader(file) if int(row['step']) < first_step]
-  with replacing(path) as temporary, open(temporary, 'w', newline='', encoding='utf-8') as file:
-    if kept:
-      writer = csv.DictWriter(file, kept[0].keys())
-      writer.writeheader()
-      writer.writerows(kept)
-  board = _board(path.with_suffix(''), first_step)
-  with contextlib.closing(board), open(path, 'a', newline='', encoding='utf-8') as file:
+      rows = [row for row in csv.DictReader(file) if int(row['step']) < first_step]
+  _write_csv(path, rows)
+  with contextlib.closing(_board(path.with_suffix(''), first_step)) as board:
 
     def append(step: int, metrics: Mapping[str, float]) -> None:
-      writer = csv.DictWriter(file, ['step', *metrics])
-      if file.tell() == 0:
-        writer.writeheader()
-      writer.writerow({'step': step, **metrics})
-      file.flush()
+      rows.append({'step': step, **metrics})
+      _write_csv(path, rows)
       for name, value in metrics.items():
         board.add_scalar(name, value, step)
 
     yield append
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+  columns = dict.fromkeys(name for row in rows for name in row)
+  with replacing(path) as temporary, open(temporary, 'w', newline='', encoding='utf-8') as file:
+    writer = csv.DictWriter(file, [*columns])
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 class _NoBoard:

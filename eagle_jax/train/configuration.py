@@ -2,6 +2,7 @@
 
 import dataclasses
 import runpy
+from pathlib import Path
 from typing import Any
 
 from eagle_jax.config import DrafterConfig, TargetConfig
@@ -45,7 +46,7 @@ def read_configuration(path: str, variant: str | None = None, *, shapes_alone: b
 
 def _executed(path: str) -> dict[str, Any]:
   try:
-    return runpy.run_path(path)
+    return runpy.run_path(str(Path(path).expanduser()))
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
   except TypeError as error:  # Recipe.__init__() got an unexpected keyword argument 'rows'

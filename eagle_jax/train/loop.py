@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from eagle_jax.processes import in_lead, is_lead
 from eagle_jax.sharding import fetched, mesh_of, param_shardings, partition, put, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
-from eagle_jax.train.checkpoint import Checkpoints, metrics_log, require_same
+from eagle_jax.train.checkpoint import Checkpoints, metrics_log, settle_settings
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.replay import trace
@@ -82,7 +83,7 @@ def train(
     path = folder / 'settings.json'
     if checkpoints.is_empty:  # as good as not begun: one that failed may be tried with other settings
       in_lead(path.unlink, missing_ok=True)
-    require_same(path, {**settings(config, recipe), **(origin or {})})
+    settle_settings(path, {**settings(config, recipe), **(origin or {})})
     if not checkpoints.is_empty:
       state = checkpoints.restore(state)
     first = int(state.step)
@@ -116,11 +117,21 @@ def train(
           metrics['tree_tau'] = trace(target, drafter, traced, policy=DynamicTree()).tau
         log_held_out(step, metrics)
         meter.show(metrics)
+        _require_finite(metrics, step, outcome.folder)
         if checkpoints.save(state, metrics):
           outcome.save(state, metrics)
     best, metrics = checkpoints.restore_best(state)
     outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
+
+
+def _require_finite(metrics: Mapping[str, float], step: int, best: Path) -> None:
+  """ValueError if training diverged: its state is no checkpoint to go on from, and no drafter."""
+  if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
+    raise ValueError(
+      f'Training diverged: after step {step}, {bad} are not finite. The best drafter before is in {best}, if there is '
+      'one; begin anew with a lower learning_rate or clip_norm, or in float32.'
+    )
 
 
 def settings(config: DrafterConfig, recipe: Recipe) -> dict[str, Any]:
@@ -206,9 +217,8 @@ def place(packed: Packed, mesh: Mesh | None) -> Packed:
 def with_features(target: Target, examples: Sequence[Example]) -> list[Example]:
   """The examples, with the features that were not stored."""
   bare = [example for example in examples if not example.feature.shape[1]]
-  made = features(target, [example.token[:-1].tolist() for example in bare])
-  found = {example.id: feature for example, feature in zip(bare, made, strict=True)}
-  return [example._replace(feature=found.get(example.id, example.feature)) for example in examples]
+  made = iter(features(target, [example.token[:-1].tolist() for example in bare]))
+  return [example if example.feature.shape[1] else example._replace(feature=next(made)) for example in examples]
 
 
 def evaluate_all(

@@ -43,7 +43,7 @@ def top_k_of(p_UR: jax.Array, k: int) -> jax.Array:
 def rank_of(logits_UR: jax.Array, index_R: jax.Array) -> jax.Array:
   """[R] i32: how many ids score above this one, 0 for the best; U where the index is negative (outside the ids)."""
   own_1R = jnp.take_along_axis(logits_UR, jnp.maximum(index_R, 0)[None], axis=0)
-  rank_R = (logits_UR > own_1R).sum(axis=0, dtype=jnp.int32)
+  rank_R = (~(logits_UR <= own_1R)).sum(axis=0, dtype=jnp.int32)  # so NaN is never the best
   return jnp.where(index_R < 0, logits_UR.shape[0], rank_R)
 
 

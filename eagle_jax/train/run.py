@@ -23,7 +23,7 @@ from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.processes import is_lead
 from eagle_jax.sharding import param_shardings, using
 from eagle_jax.target.transformer import Target, TransformerTarget
-from eagle_jax.train.checkpoint import differences, require_same
+from eagle_jax.train.checkpoint import differences, settle_settings
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
@@ -67,10 +67,10 @@ def run(
       another run in it, or an `initial` that is not what DRAFTER describes.
   """
   _require_one_place_of_features(config['DATA'])
-  target = load_target(config['TARGET'], mesh=mesh)
+  prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
+  target = load_target(config['TARGET'], dtype=config['RECIPE'].dtype, mesh=mesh)
   require_match(config['DRAFTER'], target.config)
   first = _first_weights(initial, target, config['DRAFTER']) if initial else None
-  prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   data = _gather(target, config, shards, prompts, prompts_hash)
   origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
   log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
@@ -97,7 +97,7 @@ def _require_one_place_of_features(data: Mapping[str, Data]) -> None:
 
 
 def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:
-  drafter = load_drafter(name, target)
+  drafter = load_drafter(name, target, dtype='float32')
   if not isinstance(drafter.config, DrafterConfig):
     raise ValueError(f'Drafter {name!r} is an EAGLE-3 head; training begins with an EAGLE-1/2 one, or with none.')
   free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
@@ -125,7 +125,8 @@ def _gather(
   for name, data in config['DATA'].items():
     own, refused = folder / name, collections.Counter[str]()
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
-    require_same(own / 'settings.json', {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)})
+    origin = {'target': config['TARGET'], 'dtype': str(target.dtype), 'prompts': prompts_hash, 'data': repr(settings)}
+    settle_settings(own / 'settings.json', origin)
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     shards = make_shards(target, source, own, data, refused)
     paths = tqdm(shards, total=data.num_shards, desc=f'shards: {name}', disable=not is_lead())
@@ -181,8 +182,7 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     params = Eagle(drafter_config).init_params(jax.random.key(0))
     state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
     target = reader.init_params(jax.random.key(0))
-    num_ids = drafter_config.draft_vocab_size or drafter_config.vocab_size
-    head_UD = jnp.zeros((num_ids, target_config.width), dtype)
+    head_UD = jnp.zeros((drafter_config.num_ids, target_config.width), dtype)
     row_of_V = jnp.zeros(target_config.vocab_size, jnp.int32)
     frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if is_stored else target)
     places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)

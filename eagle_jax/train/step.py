@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ class Recipe:
   prompt_weight: float = 0.0  # how much a prompt's tokens count; an answer's count 1
   feature_noise: float = 0.1  # half-width of the uniform noise on input features
   remat: bool = False  # recompute the layer in the backward pass: less memory, more time
-  dtype: str = 'float32'  # of the layer's work; parameters, scores and losses are float32
+  dtype: str = 'float32'  # of the target, and of the layer's work; its parameters, scores and losses are float32
   chunk_places: int = 256  # places a row whose logits exist at one time; divides num_places, or is no smaller
   seed: int = 0
 
@@ -67,6 +68,11 @@ class Recipe:
     counts = ('num_steps', 'num_rows', 'num_places', 'num_accumulated', 'chunk_places')
     if bad := {name: getattr(self, name) for name in counts if getattr(self, name) < 1}:
       raise ValueError(f'Recipe: these must be at least 1: {bad}.')
+    least = ('learning_rate', 'warmup_steps', 'weight_decay', 'clip_norm', 'prompt_weight', 'feature_noise')
+    if bad := {name: getattr(self, name) for name in least if not 0 <= getattr(self, name) < math.inf}:
+      raise ValueError(f'Recipe: these must be finite, and at least 0: {bad}.')
+    if self.dtype not in ('float32', 'bfloat16', 'float16'):
+      raise ValueError(f"Recipe: dtype is {self.dtype!r}; 'float32', 'bfloat16' or 'float16' is needed.")
     if self.num_places > self.chunk_places and self.num_places % self.chunk_places:
       raise ValueError(
         f'Recipe: num_places is {self.num_places} and chunk_places {self.chunk_places}; chunk_places must divide '

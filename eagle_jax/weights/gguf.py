@@ -173,8 +173,10 @@ def _require_fields(file: GGUFFile, arch: str, fields: Mapping[str, Any]) -> Non
 
 def _refuse_variants(file: GGUFFile, fields: Mapping[str, Any]) -> None:
   """Variants whose extra fields, if ignored, would give wrong logits without an error."""
-  if fields.get('rope.scaling.type', 'none') != 'none':
-    raise ValueError(f'{file.path}: RoPE scaling {fields["rope.scaling.type"]!r} is not supported, only none.')
+  factor = fields.get('rope.scaling.factor', fields.get('rope.scale_linear', 1.0))  # old files say no type
+  scaling = fields.get('rope.scaling.type', 'none' if factor in (0, 1) else 'linear')
+  if scaling != 'none':
+    raise ValueError(f'{file.path}: RoPE scaling {scaling!r} is not supported, only none.')
   if fields.get('expert_count', 0):
     raise ValueError(f'{file.path}: mixture of {fields["expert_count"]} experts is not supported, only dense layers.')
   if fields.get('attention.sliding_window', 0):

@@ -225,10 +225,12 @@ def _eagle3_content(config: Eagle3Config, *, default_taps: tuple[int, ...] | Non
   unsaid = [name for name in switches if getattr(config, name) and name not in spoken]
   if default_taps is not None and config.taps not in (None, default_taps):
     unsaid.append('taps')
+  if config.own_embedding and config.width == config.target_width and 'embed_requires_grad' not in spoken:
+    unsaid.append('own_embedding')  # of another width it shows
   if unsaid:
     raise ValueError(f'This layout has no words for {unsaid} of drafter {config.name!r}: choose another.')
   wider = {'target_hidden_size': config.target_width} if config.target_width != config.width else {}
-  return {'draft_vocab_size': config.draft_vocab_size or config.vocab_size, **wider, **spoken}
+  return {'draft_vocab_size': config.num_ids, **wider, **spoken}
 
 
 def _eagle_content(config: DrafterConfig) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def assemble(
   if faults:
     raise ValueError(
       f'{source}: {len(faults)} of {len(table.entries)} needed tensors do not fit the config. Check that config and '
-      'weights belong together:\n  ' + '\n  '.join(faults)
+      'weights belong together.\n  ' + '\n  '.join(faults)
     )
   return params
 

@@ -239,7 +239,7 @@ def _eagle_table(config: DrafterConfig) -> Table:
 def _eagle3_table(config: Eagle3Config) -> Table:
   """EAGLE-3: attention over twice the width, norms of its own, a head of its own, and perhaps an embedding."""
   width, block = config.width, 'layers.0'
-  num_ids = config.draft_vocab_size or config.vocab_size
+  num_ids = config.num_ids
   norms = {
     f'{block}.input_layernorm.weight': ('embedding_norm', width),
     f'{block}.hidden_norm.weight': ('feature_norm', width),
