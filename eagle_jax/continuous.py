@@ -23,7 +23,7 @@ from eagle_jax.prefill import bucket, pad_prompts, run_prefill
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, using
-from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.state import SHARED, DecodeState, Limits, Params, Spec
 
 _NEAR = 32  # refills' worth of waiting requests, among which those of like length are chosen
 
@@ -52,7 +52,7 @@ def insert(state: DecodeState, fresh: DecodeState, row_R: jax.Array) -> DecodeSt
   sampling = state.sampling
   if sampling.temperature.ndim:
     sampling = sampling._replace(temperature=put(sampling.temperature, fresh.sampling.temperature))
-  by_row = [name for name in DecodeState._fields if name not in ('sampling', 'limits', 'room')]
+  by_row = [name for name in DecodeState._fields if name not in SHARED]
   rows: dict[str, Any] = {name: put(getattr(state, name), getattr(fresh, name)) for name in by_row}
   return state._replace(sampling=sampling, **rows).constrained()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -131,13 +132,12 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
   own = drafter.params
   embed_VD = own.get('embed', target.params['embed'])['weight']
   ids_U = own['ids'] if 'ids' in own else place(np.arange(target.config.vocab_size, dtype=np.int32), 'ids')
-  if 'head' in own:
-    head_UD = own['head']['weight']
-  else:
-    head_UD = place(target.head_VD[ids_U], 'head') if 'ids' in own else target.head_VD
-    head_UD = quantised(head_UD) if drafter.is_quantised else head_UD
-  whole = {'whole_head': target.head_VD} if 'ids' in own and 'head' not in own else {}
-  return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}
+  if drafter.has_own_head:
+    return {'embed': embed_VD, 'head': own['head']['weight'], 'ids': ids_U}
+  head_UD, whole = target.head_VD, {}
+  if 'ids' in own:
+    head_UD, whole = place(jnp.take(head_UD, ids_U, axis=0, mode='clip'), 'head'), {'whole_head': head_UD}
+  return {'embed': embed_VD, 'head': quantised(head_UD) if drafter.is_quantised else head_UD, 'ids': ids_U, **whole}
 
 
 def generate(

@@ -14,6 +14,8 @@ from eagle_jax.sharding import constrain_rows
 from eagle_jax.target import TargetNetwork
 from eagle_jax.tree import NO_TOKEN
 
+SHARED = 'sampling', 'limits', 'room'  # fields of a state that all its rows share; of the others each row has its own
+
 
 class Params(NamedTuple):
   """Every array the program reads and never writes."""
@@ -94,16 +96,6 @@ class DecodeState(NamedTuple):
 
   def constrained(self) -> 'DecodeState':
     """The same, every row on its mesh axis: what a step returns lies as what it took, so one program runs them all."""
-    by_row = (
-      'root',
-      'text',
-      'num_tokens',
-      'num_accepted',
-      'num_passes',
-      'num_nodes',
-      'num_levels',
-      'is_done',
-      'row_id',
-    )
+    by_row = [name for name in self._fields if name not in ('cache', 'drafter', *SHARED)]
     rows: dict[str, Any] = {name: constrain_rows(getattr(self, name)) for name in by_row}
     return self._replace(cache=self.cache._replace(length=constrain_rows(self.cache.length)), **rows)

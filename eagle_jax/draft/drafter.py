@@ -1,6 +1,7 @@
 """The drafter as users hold it, and the one that drafts nothing."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -37,16 +38,7 @@ class Drafter:
     No text changes, for that is the target's whatever is drafted; a draft pass, which costs what it reads, costs half
     (of bfloat16) or less. The embedding, of which a pass reads a few rows, stays as it is.
     """
-    if self.is_quantised:
-      return self
-
-    def small(path: Any, x: jax.Array) -> jax.Array | Quantised:
-      *_, owner, name = ('', *(key.key for key in path))
-      if name != 'weight' or owner == 'embed':
-        return x
-      return quantised(x, num_parts=x.shape[-1] // self.config.target_width if owner == 'fc' else 1)
-
-    return Drafter(self.config, jax.tree_util.tree_map_with_path(small, self.params))
+    return self if self.is_quantised else Drafter(self.config, _in_bytes(self.params, width=self.config.target_width))
 
   def reduced(self, num_ids: int, *, is_quantised: bool) -> 'Drafter':
     """With its first ids only, and quantised if that is asked for."""
@@ -77,6 +69,19 @@ class Drafter:
     if num_ids >= self.config.num_ids:
       return self
     return self.with_ids(self.params['ids'][:num_ids] if 'ids' in self.params else jnp.arange(num_ids))
+
+
+@functools.partial(jax.jit, static_argnames='width')
+def _in_bytes(params: dict[str, Any], *, width: int) -> dict[str, Any]:
+  """With every matrix but an embedding quantised, all in one program; `fc` joins vectors of `width`."""
+
+  def small(path: Any, x: jax.Array) -> jax.Array | Quantised:
+    *_, owner, name = ('', *(key.key for key in path))
+    if name != 'weight' or owner == 'embed':
+      return x
+    return quantised(x, num_parts=x.shape[-1] // width if owner == 'fc' else 1)
+
+  return jax.tree_util.tree_map_with_path(small, params)
 
 
 @dataclasses.dataclass(frozen=True)
