@@ -127,10 +127,6 @@ class Tokenizer:
     )
 
   @property
-  def vocab_size(self) -> int:
-    return self.backend.get_vocab_size()
-
-  @property
   def special_ids(self) -> frozenset[int]:
     """Tokens that decode to no text."""
     return frozenset(number for number, token in self.backend.get_added_tokens_decoder().items() if token.special)

@@ -509,6 +509,17 @@ def test_a_recipe_is_checked(changes, message):
     dataclasses.replace(RECIPE, **changes)
 
 
+def test_a_bfloat16_recipe_trains_beside_a_bfloat16_target(target, tmp_path):
+  examples = answered(12, 24, 1.0)
+  half = dataclasses.replace(target, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
+  recipe = dataclasses.replace(RECIPE, num_steps=2)
+  one, other = (
+    train(at, DRAFTER, examples[:10], examples[10:], dataclasses.replace(recipe, dtype=str(at.dtype)), tmp_path / name)
+    for name, at in (('float32', target), ('bfloat16', half))
+  )
+  assert other['cross_entropy_0'] == pytest.approx(one['cross_entropy_0'], rel=0.01)
+
+
 @pytest.mark.parametrize('draft_vocab_size', [0, -1, 32])
 def test_a_draft_vocabulary_is_a_part_of_the_target_s(draft_vocab_size):
   with pytest.raises(ValueError, match=f'draft_vocab_size is {draft_vocab_size}; 1 .. vocab_size, 31, or None'):

@@ -47,7 +47,8 @@ def staircase(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) 
       weight_BGJLS = jnp.where(seen_BLS[:, None, None], weight_BGJLS, 0)
     out_BGJLK = mixed(weight_BGJLS[..., :num_rows], values_BGLK)
     for i, (_, v_BGLK) in enumerate(diagonals):
-      out_BGJLK += (weight_BGJLS[..., num_rows + i, None] * v_BGLK[:, :, None]).astype(v_BGLK.dtype)
+      own_BGJLK = weight_BGJLS[..., num_rows + i, None] * v_BGLK[:, :, None].astype(jnp.float32)
+      out_BGJLK += own_BGJLK.astype(v_BGLK.dtype)
     return out_BGJLK, steps
 
   return mix

@@ -170,7 +170,7 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
     is_detached=objective.is_detached,
     is_leaky=objective.is_leaky,
   )
-  read = {**params, 'embed': frozen.embed}
+  read = {**jax.tree.map(lambda x: x.astype(network.dtype), params), 'embed': frozen.embed}
   out_DdBL = (jax.checkpoint(run) if recipe.remat else run)(read, noisy_DBL.astype(network.dtype), packed)
   out_DdBL = constrain(out_DdBL, ('width', None, 'batch', None))
 
