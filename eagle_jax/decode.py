@@ -409,13 +409,11 @@ class Stream(Iterator[Chunk]):
       start = time.perf_counter()
       state = run(*arguments)
       chunk, is_done = self._chunk(state)
-    self._seconds |= {'prefill_s': time.perf_counter() - start, 'compile_s': compile_s}
+      self._seconds |= {'prefill_s': time.perf_counter() - start, 'compile_s': compile_s}
+      if not is_done:  # now: between two chunks, what is logged of compiling would stand in the text
+        run, compile_s = _STEP.compile(asked.params, state, spec=asked.spec)
+        self._seconds['compile_s'] += compile_s
     yield chunk
-    if is_done:
-      return
-    with using(mesh):
-      run, compile_s = _STEP.compile(asked.params, state, spec=asked.spec)
-    self._seconds['compile_s'] += compile_s
     while not is_done:
       start = time.perf_counter()
       with using(mesh):

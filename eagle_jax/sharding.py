@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 RULES = {
   'batch': 'data', 'heads': 'model', 'kv_heads': 'model', 'head_dim': 'model', 'ffn': 'model', 'vocab': 'model',
@@ -55,21 +55,32 @@ def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> Pa
   return PartitionSpec(*names)
 
 
+def row_axis_size(mesh: Any) -> int:
+  """In how many parts a mesh splits batch rows that it divides; 1 without a mesh."""
+  return 1 if mesh is None else mesh.shape.get(RULES['batch'], 1)
+
+
 def num_row_parts(batch: int, mesh: Any) -> int:
-  """In how many parts a mesh splits so many batch rows; 1 without a mesh, or where it does not divide them."""
-  if mesh is None or mesh.empty:
-    return 1
-  (name,) = partition(('batch',), (batch,), mesh)
-  return mesh.shape[name] if name else 1
+  """In how many parts a mesh splits so many batch rows; 1 where it does not divide them."""
+  size = row_axis_size(mesh)
+  return 1 if batch % size else size
 
 
-def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+def require_whole_share(what: str, batch: int, mesh: Any) -> None:
+  """ValueError where a mesh does not divide so many batch rows: each device would compute them all."""
+  if batch % (size := row_axis_size(mesh)):
+    raise ValueError(
+      f'{what} is {batch}, and the mesh splits rows over {size} devices: a multiple of {size} is needed.'
+    )
+
+
+def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
   """Where one parameter lives; `path` is its keys in the nested dict. What has one entry a row lies as the rows."""
   axes = PARAM_AXES.get(tuple(path[-2:]), (None,) * len(shape))
   return NamedSharding(mesh, partition(axes[: len(shape)], shape, mesh))
 
 
-def param_shardings(params: Any, mesh: Mesh) -> Any:
+def param_shardings(params: Any, mesh: Mesh | AbstractMesh) -> Any:
   """`param_sharding` of every leaf of nested dicts, or of what is made of them, such as an optimizer's state."""
 
   def sharding(path, leaf):

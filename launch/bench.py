@@ -44,7 +44,7 @@ def main(_):
   reports = {how.pop('temperature'): out}
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
-  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype', 'drafter_dtype')} | how
+  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | how
   setup |= {'policy': policy.describe(), **identity(drafter), **ran_on(mesh_of(target.params))}
   bench = Bench(target, drafter, policy, how, FLAGS.num_repeats)
   for temperature, into in reports.items():

@@ -541,15 +541,14 @@ def test_bad_streams_fail_at_the_call(target, drafter, plain, change, words):
     decode.stream(target, drafter, **request)
 
 
-def test_the_first_token_is_there_before_the_step_is_compiled(target, drafter, monkeypatch):
-  """And where it is the last one, no step is."""
+def test_all_is_compiled_before_the_first_token_and_nothing_that_is_not_run(target, drafter, monkeypatch):
   monkeypatch.setattr(decode, '_STEP', Program(decode.decode_step))
   assert len(list(decode.stream(target, drafter, PROMPTS[0], max_new_tokens=1, policy=SMALL))) == 1
+  assert not decode._STEP._compiled
   chunks = decode.stream(target, drafter, PROMPTS[0], max_new_tokens=9, policy=SMALL, eos_ids=())
   assert len(next(chunks).tokens) == 1
-  assert not decode._STEP._compiled
-  assert sum(len(chunk.tokens) for chunk in chunks) == 8
   assert len(decode._STEP._compiled) == 1
+  assert sum(len(chunk.tokens) for chunk in chunks) == 8
 
 
 def test_text_needs_a_tokenizer(drafter):

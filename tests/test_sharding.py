@@ -31,7 +31,6 @@ class FourByTwo:
   """What `partition` reads of a mesh."""
 
   shape = {'data': 4, 'model': 2}
-  empty = False
 
 
 @pytest.mark.parametrize(

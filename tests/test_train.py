@@ -408,6 +408,20 @@ def test_a_run_that_diverges_ends_and_leaves_what_was_good(target, tmp_path):
   assert (tmp_path / 'drafter' / 'model.safetensors').read_bytes() == kept
 
 
+def test_texts_without_a_lesson_are_refused_and_what_is_cut_is_counted(target, tmp_path, caplog):
+  examples = answered(12, 24, 1.0)
+  late = [one._replace(is_answer=np.arange(len(one.token)) >= 13) for one in examples]
+  short = dataclasses.replace(RECIPE, num_places=12, chunk_places=12, num_steps=2)
+  for first, second in ((late, examples), (examples, late), (examples, [])):
+    with pytest.raises(ValueError, match=r'Of \d+ texts to (train on|hold out), .*none of them among the first 12'):
+      train(target, DRAFTER, first, second, short, tmp_path)
+  assert not (tmp_path / 'settings.json').exists()
+  train(
+    target, DRAFTER, examples[:10], examples[10:], dataclasses.replace(short, num_places=16, chunk_places=16), tmp_path
+  )
+  assert '80 of 230 answer tokens to train on lie beyond num_places, 16' in caplog.text
+
+
 def test_a_log_of_metrics_may_gain_names(tmp_path):
   for first_step, metrics in ((1, {'a': 1}), (2, {'a': 2, 'b': 3}), (3, {'a': 4})):
     with metrics_log(tmp_path / 'log.csv', first_step=first_step) as log:
@@ -499,8 +513,12 @@ def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
     ({'num_rows': 0, 'chunk_places': -1}, "at least 1: {'num_rows': 0, 'chunk_places': -1}"),
     ({'num_places': 40, 'chunk_places': 12}, 'num_places is 40 and chunk_places 12; chunk_places must divide'),
     ({'num_places': 1000, 'chunk_places': 256}, 'num_places is 1000 and chunk_places 256'),
-    ({'dtype': 'float23'}, "dtype is 'float23'; 'float32', 'bfloat16'"),
-    ({'learning_rate': float('nan'), 'clip_norm': -1.0}, "at least 0: {'learning_rate': nan, 'clip_norm': -1.0}"),
+    ({'dtype': 'float16'}, "dtype is 'float16'; 'float32' or 'bfloat16' is needed"),
+    (
+      {'learning_rate': float('nan'), 'feature_noise': -1.0},
+      "at least 0: {'learning_rate': nan, 'feature_noise': -1.0}",
+    ),
+    ({'clip_norm': 0.0}, 'clip_norm is 0.0; a number above 0'),
     ({'num_accumulated': 4}, 'num_accumulated is 4; a divisor of num_steps, 6, is needed'),
   ],
 )

@@ -19,6 +19,7 @@ from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
 from eagle_jax.sharding import fetched
 from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.train.checkpoint import differences
 
 NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
 
@@ -142,14 +143,18 @@ class Bench:
 
 
 def identity(drafter: Drafter | None) -> dict[str, Any]:
-  """What tells a drafter from others: how many ids it drafts, in 8 bits or not, and a digest of its numbers."""
+  """What tells a drafter from others: its ids, dtype and bits, and a digest of its numbers."""
   if drafter is None:
     return {}
   digest = hashlib.sha256()
   for x in jax.tree.leaves(fetched(drafter.params)):
     digest.update(x.tobytes())
-  ids = {'draft_vocab_size': drafter.config.draft_vocab_size, 'is_quantised': drafter.is_quantised}
-  return ids | {'drafter_sha256': digest.hexdigest()}
+  return {
+    'draft_vocab_size': drafter.config.draft_vocab_size,
+    'drafter_dtype': str(drafter.params['fc']['weight'].dtype),
+    'is_quantised': drafter.is_quantised,
+    'drafter_sha256': digest.hexdigest(),
+  }
 
 
 def warm(*args: Any, **how: Any) -> Generation:
@@ -168,8 +173,8 @@ def _read_log(path: Path, settings: Mapping[str, Any]) -> dict[tuple, Answered]:
   if not lines:  # as good as not begun
     os.truncate(path, 0)
     return {}
-  if (found := json.loads(first)) != (asked := json.loads(json.dumps(settings))):
-    raise ValueError(f'The log {path} is of a run with {found}, not {asked}. Choose another --out, or move it away.')
+  if wrong := differences(json.loads(first), json.loads(json.dumps(settings))):
+    raise ValueError(f'The log {path} is of a run with {wrong}. Choose another --out, or move it away.')
   answered = map(Answered.parse, lines)
   return {(a.task, a.question_id, a.turn, a.temperature, a.repeat): a for a in answered}
 

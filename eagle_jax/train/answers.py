@@ -21,7 +21,7 @@ from eagle_jax.draft.policy import Plain
 from eagle_jax.prefill import bucket, pad_prompts
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched, mesh_of, using
+from eagle_jax.sharding import fetched, mesh_of, row_axis_size, using
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation, Message, Refused, counting, text_before
@@ -136,10 +136,11 @@ _RECORDED = Program(_recorded)
 def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
   """[n, D] bf16 for each text of n tokens: one target pass over it, together with others of about its length."""
   network = _network(target)
+  unit = row_axis_size(mesh_of(target.params))  # every device has as many texts as the others
   sizes = [bucket(len(text)) for text in texts]
   found: dict[int, np.ndarray] = {}
   for size in sorted(set(sizes)):
-    batch = max(1, _TOKENS_PER_PASS // size)
+    batch = -(-_TOKENS_PER_PASS // (size * unit)) * unit
     alike = [index for index, other in enumerate(sizes) if other == size]
     for start in range(0, len(alike), batch):
       chosen = alike[start : start + batch]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,16 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.hub import save_drafter
 from eagle_jax.processes import in_lead, is_lead
-from eagle_jax.sharding import fetched, mesh_of, param_shardings, partition, put, using
+from eagle_jax.sharding import (
+  fetched,
+  mesh_of,
+  param_sharding,
+  param_shardings,
+  partition,
+  put,
+  require_whole_share,
+  using,
+)
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, settle_settings
@@ -32,6 +42,8 @@ from eagle_jax.train.shards import Example
 from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
 
 BEST_BY = 'chain_tau'
+
+log = logging.getLogger('eagle_jax')
 
 
 def train(
@@ -68,11 +80,14 @@ def train(
     Held-out metrics of the best step: those of `evaluate_all`, and `tree_tau` if anything is traced.
 
   Raises:
-    ValueError: the folder holds a run of another drafter, recipe or origin, or the weights to begin with are quantised.
+    ValueError: the folder holds a run of another drafter, recipe or origin, the weights to begin with are quantised,
+      there is nothing to learn from or to hold out, the mesh does not divide the recipe's rows, or training diverged.
   """
   if initial is not None:
     initial.require_exact()
   mesh = mesh_of(target.params)
+  require_whole_share('num_rows', recipe.num_rows, mesh)
+  _require_lessons(examples, held_out, recipe)
   network = Eagle(config, jnp.dtype(recipe.dtype))
   frozen, vocabulary = borrow(target, config, examples)
   reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype)
@@ -95,7 +110,7 @@ def train(
       prompt_weight=recipe.prompt_weight,
       first=first,
     )
-    traced = with_features(target, held_out[:num_traced])
+    traced = with_features(target, held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced])  # all kinds
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
     meter = Meter(recipe, flops / (1 if mesh is None else mesh.size), first=first, progress=progress)
@@ -123,6 +138,22 @@ def train(
     best, metrics = checkpoints.restore_best(state)
     outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
+
+
+def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], recipe: Recipe) -> None:
+  """ValueError if there is nothing to learn from, or to hold out; a word if rows are too short for some of it."""
+  for name, some in (('train on', examples), ('hold out', held_out)):
+    is_answer = [one.is_answer[2:] for one in some]
+    count, kept = (sum(int(row[:end].sum()) for row in is_answer) for end in (None, recipe.num_places - 1))
+    if not kept:
+      raise ValueError(
+        f'Of {len(some)} texts to {name}, {count} tokens are answers, none of them among the first '
+        f'{recipe.num_places}, num_places: give more text, or longer rows.'
+      )
+    if kept < count:
+      log.warning(
+        '%d of %d answer tokens to %s lie beyond num_places, %d', count - kept, count, name, recipe.num_places
+      )
 
 
 def _require_finite(metrics: Mapping[str, float], step: int, best: Path) -> None:
@@ -171,7 +202,10 @@ def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -
   ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=sorted(forced))
   index_V = np.full(vocab_size, -1, np.int32)
   index_V[ids_U] = np.arange(len(ids_U))
-  return Frozen(embed_VD, target.head_VD[ids_U], jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
+  head_UD, mesh = target.head_VD[ids_U], mesh_of(target.params)
+  if mesh is not None:
+    head_UD = put(head_UD, param_sharding(['head', 'weight'], head_UD.shape, mesh))
+  return Frozen(embed_VD, head_UD, jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
 
 
 def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], seed: int) -> dict[str, Any]:

@@ -69,6 +69,7 @@ def rollout(
   num_steps: int,
   is_detached: bool = True,
   is_leaky: bool = False,
+  remat: bool = False,
 ) -> jax.Array:
   """[D, num_steps, B, L]: at every step, the outputs that stand in for the next features.
 
@@ -80,11 +81,17 @@ def rollout(
     num_steps: 1 is EAGLE; later ones read the drafter's own outputs.
     is_detached: no gradient through the features that a step reads from the one before.
     is_leaky: see `staircase`.
+    remat: compute each step once more in the backward pass, so that one step's scores are there at a time.
   """
+
+  def step(params, memory, read_DBL):
+    mix = staircase(memory, packed.sequence, is_leaky=is_leaky)
+    return network.rows(params, packed.next_token, read_DBL, packed.position, mix)
+
+  run = jax.checkpoint(step) if remat else step
   outs, memory, read_DBL = [], (), feature_DBL
   for _ in range(num_steps):
-    mix = staircase(memory, packed.sequence, is_leaky=is_leaky)
-    out_DBL, memory = network.rows(params, packed.next_token, read_DBL, packed.position, mix)
+    out_DBL, memory = run(params, memory, read_DBL)
     outs.append(out_DBL)
     read_DBL = jnp.roll(jax.lax.stop_gradient(out_DBL) if is_detached else out_DBL, 1, axis=2)
   return jnp.stack(outs, axis=1)

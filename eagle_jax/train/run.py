@@ -20,8 +20,8 @@ from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.hub import load_drafter, load_target, read_target_config
-from eagle_jax.processes import is_lead
-from eagle_jax.sharding import param_shardings, using
+from eagle_jax.processes import in_lead, is_lead
+from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.checkpoint import differences, settle_settings
 from eagle_jax.train.conversations import read_conversations
@@ -32,6 +32,7 @@ from eagle_jax.train.step import Frozen, TrainState, train_step
 
 log = logging.getLogger('eagle_jax')
 
+_SETTINGS = 'settings.json'
 MAX_HELD_OUT = 64  # conversations of each kind of data
 
 
@@ -52,7 +53,7 @@ def run(
     config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps NUM_TRACED,
       held-out examples for the tree's tau. See `read_configuration`.
     out: run folder; of several processes, one that all of them see.
-    shards: folder of the shards, which variants share.
+    shards: folder of the shards, which variants share that are of one dtype.
     prompts: file of conversations; None lets the target ask itself.
     initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
     mesh: where to run; None for a single device.
@@ -125,8 +126,10 @@ def _gather(
   for name, data in config['DATA'].items():
     own, refused = folder / name, collections.Counter[str]()
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
-    origin = {'target': config['TARGET'], 'dtype': str(target.dtype), 'prompts': prompts_hash, 'data': repr(settings)}
-    settle_settings(own / 'settings.json', origin)
+    origin = {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)}
+    origin |= {} if target.dtype == jnp.float32 else {'dtype': str(target.dtype)}  # older folders say none
+    in_lead(_forget_what_was_not_begun, own)
+    settle_settings(own / _SETTINGS, origin)
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     shards = make_shards(target, source, own, data, refused)
     paths = tqdm(shards, total=data.num_shards, desc=f'shards: {name}', disable=not is_lead())
@@ -136,6 +139,12 @@ def _gather(
     gathered.held_out.extend(examples[-num_held_out:])
     gathered.not_used[name] = dict(refused)
   return gathered
+
+
+def _forget_what_was_not_begun(folder: Path) -> None:
+  """A folder with its settings alone may be made with others."""
+  if [*folder.glob('*')] == [folder / _SETTINGS]:
+    (folder / _SETTINGS).unlink()
 
 
 def _provenance(config: Mapping[str, Any], data: _Gathered, mesh: Mesh | None) -> dict[str, Any]:
@@ -174,6 +183,7 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
   if not isinstance(target_config, TargetConfig):
     target_config = read_target_config(target_config)
   require_match(drafter_config, target_config)
+  require_whole_share('num_rows', recipe.num_rows, mesh)
   is_stored = any(kind.stores_features for kind in config.get('DATA', {}).values())
   dtype = jnp.dtype(recipe.dtype)
   network, reader = Eagle(drafter_config, dtype), TransformerTarget(target_config, dtype)
@@ -190,11 +200,13 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
 
   state, frozen, packed = jax.eval_shape(shapes)
+  matrices = {name: param_sharding([name, 'weight'], getattr(frozen, name).shape, mesh) for name in ('embed', 'head')}
+  frozen_shardings = param_shardings(frozen, mesh)._replace(**matrices)
   placed = [
     jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
     for tree, shardings in (
       (state, param_shardings(state, mesh)),
-      (frozen, param_shardings(frozen, mesh)),
+      (frozen, frozen_shardings),
       (packed, batch_shardings(packed, mesh)),
     )
   ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.sharding import constrain
+from eagle_jax.sharding import constrain, param_shardings
 from eagle_jax.target.layers import head_logits
 from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.train import losses
@@ -68,11 +68,13 @@ class Recipe:
     counts = ('num_steps', 'num_rows', 'num_places', 'num_accumulated', 'chunk_places')
     if bad := {name: getattr(self, name) for name in counts if getattr(self, name) < 1}:
       raise ValueError(f'Recipe: these must be at least 1: {bad}.')
-    least = ('learning_rate', 'warmup_steps', 'weight_decay', 'clip_norm', 'prompt_weight', 'feature_noise')
+    least = ('learning_rate', 'warmup_steps', 'weight_decay', 'prompt_weight', 'feature_noise')
     if bad := {name: getattr(self, name) for name in least if not 0 <= getattr(self, name) < math.inf}:
       raise ValueError(f'Recipe: these must be finite, and at least 0: {bad}.')
-    if self.dtype not in ('float32', 'bfloat16', 'float16'):
-      raise ValueError(f"Recipe: dtype is {self.dtype!r}; 'float32', 'bfloat16' or 'float16' is needed.")
+    if not self.clip_norm > 0:
+      raise ValueError(f'Recipe: clip_norm is {self.clip_norm}; a number above 0 is needed, inf for no clipping.')
+    if self.dtype not in ('float32', 'bfloat16'):  # gradients of float16 vanish
+      raise ValueError(f"Recipe: dtype is {self.dtype!r}; 'float32' or 'bfloat16' is needed.")
     if self.num_places > self.chunk_places and self.num_places % self.chunk_places:
       raise ValueError(
         f'Recipe: num_places is {self.num_places} and chunk_places {self.chunk_places}; chunk_places must divide '
@@ -131,14 +133,14 @@ class Rows(NamedTuple):
 class Ranks(NamedTuple):
   """How many ids the drafter prefers, at every step, to ..."""
 
-  best: jax.Array  # [d, B, L] i32, ... the target's favourite
+  best: jax.Array  # [d, B, L] i32, ... the target's favourite among them
   label: jax.Array  # [d, B, L] i32, ... the text's own token
 
 
 def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows: Rows):
   """Per place: the weighted sum of cross-entropies [d, B, L], and (the plain cross-entropy, `Ranks`)."""
   width, num_steps, *shape = out_DdBL.shape
-  p_UR = jax.nn.softmax(head_logits(head_UD, rows.target.reshape(width, -1)), axis=0)
+  p_UR = jax.nn.softmax(head_logits(head_UD, rows.target.reshape(width, -1).astype(head_UD.dtype)), axis=0)
   weight_UR = objective.cross_entropy * p_UR
   if objective.top_k_cross_entropy:
     weight_UR += objective.top_k_cross_entropy * losses.top_k_of(p_UR, objective.top_k)
@@ -154,7 +156,8 @@ def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows:
 
 
 def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Eagle, target, recipe: Recipe):
-  """The loss, and metrics by step: `cross_entropy_s`, `regression_s`, `top1_s` (agreement with the target's best), ...
+  """The loss, and metrics by step: `cross_entropy_s`, `regression_s`, `top1_s` (agreement with the target's
+  best of the ids that are drafted), ...
 
   `chain_s` is the share of places whose chain, drafted greedily from step 0 to s, is all the text's own.
   """
@@ -169,9 +172,10 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
     num_steps=objective.num_steps,
     is_detached=objective.is_detached,
     is_leaky=objective.is_leaky,
+    remat=recipe.remat,
   )
   read = {**jax.tree.map(lambda x: x.astype(network.dtype), params), 'embed': frozen.embed}
-  out_DdBL = (jax.checkpoint(run) if recipe.remat else run)(read, noisy_DBL.astype(network.dtype), packed)
+  out_DdBL = run(read, noisy_DBL.astype(network.dtype), packed)
   out_DdBL = constrain(out_DdBL, ('width', None, 'batch', None))
 
   rows = Rows(next_DBL, jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))
@@ -229,7 +233,11 @@ def train_step(
   with jax.numpy_dtype_promotion('standard'):  # optax mixes dtypes
     updates, optimizer = recipe.optimizer().update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-  return TrainState(params, optimizer, state.step + 1), metrics | {'gradient_norm': optax.tree.norm(gradient)}
+  after = TrainState(params, optimizer, state.step + 1)
+  mesh = jax.sharding.get_abstract_mesh()
+  if not mesh.empty:  # what a step returns lies as what it took, so one program runs them all
+    after = jax.lax.with_sharding_constraint(after, param_shardings(after, mesh))
+  return after, metrics | {'gradient_norm': optax.tree.norm(gradient)}
 
 
 @functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'))
