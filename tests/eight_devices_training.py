@@ -26,7 +26,7 @@ from eagle_jax.train.shards import Example
 from eagle_jax.train.step import Objective, Recipe, train_step
 
 SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 8, 'num_kv_heads': 4, 'head_dim': 8, 'ffn_width': 48}
-TARGET, DRAFTER = TargetConfig(**SIZES, num_layers=1, max_context=128), DrafterConfig(**SIZES)
+TARGET, DRAFTER = TargetConfig(**SIZES, num_layers=1, max_context=128), DrafterConfig(**SIZES, draft_vocab_size=12)
 MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x model: (devices, num_model)
 OBJECTIVE = Objective(num_steps=2, top_k=3, top_k_cross_entropy=1.0, reachable_top=3)
 RECIPE = Recipe(num_steps=3, num_rows=8, num_places=32, chunk_places=8, warmup_steps=0, objective=OBJECTIVE)
@@ -43,8 +43,12 @@ def examples(width: int) -> list[Example]:
   return made
 
 
-def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]]]:
-  """The loss of every step, and each parameter's share on a device after the last one."""
+COMPILED: list[str] = []  # names of functions, as often as they were
+
+
+def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]], int]:
+  """The loss of every step, each parameter's share on a device after the last one, and how often steps were compiled."""
+  COMPILED.clear()
   params = TransformerTarget(TARGET).init_params(jax.random.key(0))
   target = Target(TARGET, params if mesh is None else jax.device_put(params, param_shardings(params, mesh)))
   data, losses = examples(width), []
@@ -58,7 +62,8 @@ def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]]]:
       state, metrics = train_step(state, frozen, packed, network=Eagle(DRAFTER), recipe=RECIPE, target=reader)
       losses.append(float(metrics['loss']))
   leaves = jax.tree_util.tree_leaves_with_path(state.params)
-  return losses, {jax.tree_util.keystr(path): leaf.sharding.shard_shape(leaf.shape) for path, leaf in leaves}
+  shares = {jax.tree_util.keystr(path): leaf.sharding.shard_shape(leaf.shape) for path, leaf in leaves}
+  return losses, shares, COMPILED.count('jit(train_step)')
 
 
 def trained_on(mesh, folder: Path) -> list[dict[str, float]]:
@@ -70,6 +75,9 @@ def trained_on(mesh, folder: Path) -> list[dict[str, float]]:
 
 
 def main() -> None:
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **about: COMPILED.append(about.get('fun_name')) if 'backend_compile' in event else None
+  )
   meshes = {name: sizes and make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1]) for name, sizes in MESHES.items()}
   steps = {f'{name} {width}': losses_on(mesh, width) for name, mesh in meshes.items() for width in (32, 0)}
   with tempfile.TemporaryDirectory() as folder:

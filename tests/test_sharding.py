@@ -13,7 +13,16 @@ from jax.sharding import PartitionSpec
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.sharding import PARAM_AXES, RULES, constrain, make_mesh, mesh_of, num_row_parts, partition
+from eagle_jax.sharding import (
+  PARAM_AXES,
+  RULES,
+  constrain,
+  make_mesh,
+  mesh_of,
+  num_row_parts,
+  partition,
+  require_whole_share,
+)
 from eagle_jax.target.transformer import TransformerTarget
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +64,13 @@ def test_partition(axes, shape, spec):
 def test_rows_of_a_device(batch, num_parts):
   assert num_row_parts(batch, FourByTwo) == num_parts
   assert num_row_parts(batch, None) == num_row_parts(batch, jax.sharding.get_abstract_mesh()) == 1
+
+
+def test_rows_that_no_mesh_divides_are_refused():
+  require_whole_share('num_rows', 8, FourByTwo)
+  require_whole_share('num_rows', 3, None)
+  with pytest.raises(ValueError, match='num_rows is 6, and the mesh splits rows over 4 devices: a multiple of 4'):
+    require_whole_share('num_rows', 6, FourByTwo)
 
 
 def test_partition_without_the_axis_replicates():
@@ -201,7 +217,10 @@ def trained():
 @pytest.mark.parametrize('width', [32, 0], ids=['stored', 'computed'])
 @pytest.mark.parametrize('mesh', MESHES)
 def test_training_on_a_mesh_gives_the_losses_of_one_device(trained, mesh, width):
-  (losses, shares), (expected, whole) = (trained['steps'][f'{name} {width}'] for name in (mesh, 'none'))
+  (losses, shares, num_compiled), (expected, whole, _) = (
+    trained['steps'][f'{name} {width}'] for name in (mesh, 'none')
+  )
+  assert num_compiled == 1
   assert losses == pytest.approx(expected, rel=1e-4)
   assert len(set(expected)) == 3
   joint = "['layer']['mlp']['gate_up']['weight']"

@@ -527,6 +527,22 @@ def test_a_recipe_is_checked(changes, message):
     dataclasses.replace(RECIPE, **changes)
 
 
+def test_data_of_which_nothing_was_made_may_be_made_of_other_prompts(target, tmp_path, monkeypatch):
+  asked = functools.partial(whole_run._gather, target, {'TARGET': 'x', 'DATA': {'a': Data(1)}}, tmp_path)
+  monkeypatch.setattr(whole_run, 'read_conversations', lambda *_: [])
+
+  def fail(*_):
+    raise ValueError('too few')
+
+  monkeypatch.setattr(whole_run, 'make_shards', fail)
+  for prompts in ('first', 'second'):
+    with pytest.raises(ValueError, match='too few'):
+      asked(prompts, prompts)
+  (tmp_path / 'a' / 'shard_0000.safetensors').touch()
+  with pytest.raises(ValueError, match="begun otherwise: prompts 'second', not 'third'"):
+    asked('third', 'third')
+
+
 def test_a_bfloat16_recipe_trains_beside_a_bfloat16_target(target, tmp_path):
   examples = answered(12, 24, 1.0)
   half = dataclasses.replace(target, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
