@@ -47,7 +47,7 @@ COMPILED: list[str] = []  # names of functions, as often as they were
 
 
 def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]], int]:
-  """The loss of every step, each parameter's share on a device after the last one, and how often steps were compiled."""
+  """The loss of every step, each parameter's share on a device after the last one, and how often it was compiled."""
   COMPILED.clear()
   params = TransformerTarget(TARGET).init_params(jax.random.key(0))
   target = Target(TARGET, params if mesh is None else jax.device_put(params, param_shardings(params, mesh)))
