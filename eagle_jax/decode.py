@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -32,7 +31,7 @@ from eagle_jax.processes import require_same
 from eagle_jax.program import Program
 from eagle_jax.request import at_least_one, known_integers, require_pair, require_valid, token_ids
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched, is_shared, mesh_of, param_sharding, put, using
+from eagle_jax.sharding import fetched, is_shared, mesh_of, placed, using
 from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.quantised import quantised
 from eagle_jax.target.transformer import Target, TransformerTarget
@@ -124,19 +123,15 @@ def build(
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
   """Embedding and head, and the head's ids: the target's by reference (of a draft vocabulary, or quantised, a copy), or
   the drafter's own."""
-  mesh = mesh_of(target.params)
-
-  def place(x, name):
-    return jax.device_put(x) if mesh is None else put(x, param_sharding([name, 'weight'], x.shape, mesh))
-
   own = drafter.params
   embed_VD = own.get('embed', target.params['embed'])['weight']
-  ids_U = own['ids'] if 'ids' in own else place(np.arange(target.config.vocab_size, dtype=np.int32), 'ids')
+  every_V = np.arange(target.config.vocab_size, dtype=np.int32)
+  ids_U = own['ids'] if 'ids' in own else placed(every_V, ('ids',), mesh_of(target.params))
   if drafter.has_own_head:
     return {'embed': embed_VD, 'head': own['head']['weight'], 'ids': ids_U}
   head_UD, whole = target.head_VD, {}
   if 'ids' in own:
-    head_UD, whole = place(jnp.take(head_UD, ids_U, axis=0, mode='clip'), 'head'), {'whole_head': head_UD}
+    head_UD, whole = target.head_of(ids_U), {'whole_head': head_UD}
   return {'embed': embed_VD, 'head': quantised(head_UD) if drafter.is_quantised else head_UD, 'ids': ids_U, **whole}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -105,6 +106,11 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(x, sharding)
   whole = np.asarray(x)
   return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+
+
+def placed(x: Any, path: Sequence[str], mesh: Mesh | None) -> jax.Array:
+  """A copy, where the parameter at `path` lives; without a mesh, on the default device."""
+  return jnp.array(x) if mesh is None else put(x, param_sharding(path, x.shape, mesh))
 
 
 def fetched(tree: Any) -> Any:

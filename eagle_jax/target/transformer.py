@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import TargetConfig
+from eagle_jax.sharding import mesh_of, param_sharding, put
 from eagle_jax.target.layers import DecoderLayer, Embedding, OverCache, RMSNorm, Rotation, head_logits
 
 
@@ -30,6 +31,11 @@ class Target:
   def head_VD(self) -> Any:
     """The language-model head's weights, which may be the embedding's."""
     return self.params.get('head', self.params['embed'])['weight']
+
+  def head_of(self, ids_U: Any) -> jax.Array:
+    """[U, D], the head's rows of these ids: a copy, which lies on a mesh as a head does."""
+    rows_UD, mesh = jnp.take(self.head_VD, ids_U, axis=0, mode='clip'), mesh_of(self.params)
+    return rows_UD if mesh is None else put(rows_UD, param_sharding(['head', 'weight'], rows_UD.shape, mesh))
 
 
 class Taps(NamedTuple):

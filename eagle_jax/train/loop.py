@@ -25,7 +25,6 @@ from eagle_jax.processes import in_lead, is_lead
 from eagle_jax.sharding import (
   fetched,
   mesh_of,
-  param_sharding,
   param_shardings,
   partition,
   put,
@@ -145,7 +144,7 @@ def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], r
   for name, some in (('train on', examples), ('hold out', held_out)):
     is_answer = [one.is_answer[2:] for one in some]
     count, kept = (sum(int(row[:end].sum()) for row in is_answer) for end in (None, recipe.num_places - 1))
-    if not kept:
+    if not some or not (kept or recipe.prompt_weight):
       raise ValueError(
         f'Of {len(some)} texts to {name}, {count} tokens are answers, none of them among the first '
         f'{recipe.num_places}, num_places: give more text, or longer rows.'
@@ -202,10 +201,7 @@ def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -
   ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=sorted(forced))
   index_V = np.full(vocab_size, -1, np.int32)
   index_V[ids_U] = np.arange(len(ids_U))
-  head_UD, mesh = target.head_VD[ids_U], mesh_of(target.params)
-  if mesh is not None:
-    head_UD = put(head_UD, param_sharding(['head', 'weight'], head_UD.shape, mesh))
-  return Frozen(embed_VD, head_UD, jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
+  return Frozen(embed_VD, target.head_of(ids_U), jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
 
 
 def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], seed: int) -> dict[str, Any]:

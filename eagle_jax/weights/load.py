@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.sharding import param_sharding, put
+from eagle_jax.sharding import placed
 from eagle_jax.weights.naming import Entry, Table
 
 
@@ -69,7 +69,7 @@ def assemble(
         value = _with_other_parts(value, entry, begun)
         parts_left[entry.path] -= 1
         if not parts_left[entry.path]:
-          _insert(params, entry.path, _placed(value, entry.path, mesh))
+          _insert(params, entry.path, placed(value, entry.path, mesh))
           begun.pop(entry.path, None)
       else:
         fault = f'{name}: holds NaN or infinite values as {dtype.name}'
@@ -108,10 +108,6 @@ def _with_other_parts(value: np.ndarray, entry: Entry, begun: dict[tuple[str, ..
   part = begun[entry.path][entry.part]
   part[...] = value.reshape(part.shape)
   return begun[entry.path]
-
-
-def _placed(value: np.ndarray, path: tuple[str, ...], mesh: Mesh | None) -> jax.Array:
-  return jnp.array(value) if mesh is None else put(value, param_sharding(path, value.shape, mesh))
 
 
 def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: jax.Array) -> None:
