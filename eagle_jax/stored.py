@@ -56,7 +56,7 @@ class Place(NamedTuple):
       origin, program, in_tree, out_tree = pickle.loads(self.path.read_bytes())
       if origin != self.origin:
         return None
-      log.info('reading %s ...', self.path.name)
+      log.info('reading %s ...', self.path.name.partition('-')[0])
       return deserialize_and_load(program, in_tree, out_tree, execution_devices=[self.device])
     except FileNotFoundError:
       return None
