@@ -125,8 +125,10 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
   the drafter's own."""
   own = drafter.params
   embed_VD = own.get('embed', target.params['embed'])['weight']
-  every_V = np.arange(target.config.vocab_size, dtype=np.int32)
-  ids_U = own['ids'] if 'ids' in own else placed(every_V, ('ids',), mesh_of(target.params))
+  if 'ids' in own:
+    ids_U = own['ids']
+  else:
+    ids_U = placed(np.arange(target.config.vocab_size, dtype=np.int32), ('ids',), mesh_of(target.params))
   if drafter.has_own_head:
     return {'embed': embed_VD, 'head': own['head']['weight'], 'ids': ids_U}
   head_UD, whole = target.head_VD, {}

@@ -19,7 +19,7 @@ from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
 from eagle_jax.sharding import fetched
 from eagle_jax.target.transformer import Target, TransformerTarget
-from eagle_jax.train.checkpoint import differences
+from eagle_jax.weights.files import differences
 
 NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
 

@@ -140,7 +140,7 @@ def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]
   sizes = [bucket(len(text)) for text in texts]
   found: dict[int, np.ndarray] = {}
   for size in sorted(set(sizes)):
-    batch = -(-_TOKENS_PER_PASS // (size * unit)) * unit
+    batch = max(1, _TOKENS_PER_PASS // (size * unit)) * unit
     alike = [index for index, other in enumerate(sizes) if other == size]
     for start in range(0, len(alike), batch):
       chosen = alike[start : start + batch]

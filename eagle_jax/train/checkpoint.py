@@ -15,15 +15,9 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from eagle_jax.processes import is_lead, write_once
 from eagle_jax.train.step import TrainState
-from eagle_jax.weights.files import replacing
+from eagle_jax.weights.files import differences, replacing
 
 log = logging.getLogger('eagle_jax')
-
-
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-  """Every name with another value, and both values; '' if there is none."""
-  names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-  return '; '.join(f'{name} {then.get(name)!r}, not {now.get(name)!r}' for name in names)
 
 
 def settle_settings(path: Path, settings: Mapping[str, Any]) -> None:

@@ -22,15 +22,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.hub import save_drafter
 from eagle_jax.processes import in_lead, is_lead
-from eagle_jax.sharding import (
-  fetched,
-  mesh_of,
-  param_shardings,
-  partition,
-  put,
-  require_whole_share,
-  using,
-)
+from eagle_jax.sharding import fetched, mesh_of, param_shardings, partition, put, require_whole_share, using
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, settle_settings

@@ -166,16 +166,17 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
   next_DBL = jnp.roll(feature_DBL, -1, axis=2)
   half = recipe.feature_noise
   noisy_DBL = feature_DBL + jax.random.uniform(key, feature_DBL.shape, minval=-half, maxval=half)
-  run = functools.partial(
-    rollout,
+  read = {**jax.tree.map(lambda x: x.astype(network.dtype), params), 'embed': frozen.embed}
+  out_DdBL = rollout(
+    read,
+    noisy_DBL.astype(network.dtype),
+    packed,
     network=network,
     num_steps=objective.num_steps,
     is_detached=objective.is_detached,
     is_leaky=objective.is_leaky,
     remat=recipe.remat,
   )
-  read = {**jax.tree.map(lambda x: x.astype(network.dtype), params), 'embed': frozen.embed}
-  out_DdBL = run(read, noisy_DBL.astype(network.dtype), packed)
   out_DdBL = constrain(out_DdBL, ('width', None, 'batch', None))
 
   rows = Rows(next_DBL, jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))

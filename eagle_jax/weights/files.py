@@ -1,10 +1,11 @@
-"""Writing files so that a reader never sees half of one."""
+"""Writing files so that a reader never sees half of one, and telling what they say otherwise."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -20,3 +21,9 @@ def replacing(path: Path) -> Iterator[Path]:
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+  """Every name with another value, and both values; '' if there is none."""
+  names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+  return '; '.join(f'{name} {then.get(name)!r}, not {now.get(name)!r}' for name in names)
