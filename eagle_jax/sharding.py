@@ -56,6 +56,11 @@ def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> Pa
   return PartitionSpec(*names)
 
 
+def num_devices(mesh: Mesh | None) -> int:
+  """1 without a mesh."""
+  return 1 if mesh is None else mesh.size
+
+
 def row_axis_size(mesh: Any) -> int:
   """In how many parts a mesh splits batch rows that it divides; 1 without a mesh."""
   return 1 if mesh is None else mesh.shape.get(RULES['batch'], 1)

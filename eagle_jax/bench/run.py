@@ -35,7 +35,8 @@ def run(
     ValueError: as `Bench.measure`, or no question has room in the context.
   """
   measured = bench.measure(questions, temperature, answers_log, settings)
-  answers = list(tqdm(measured, desc=f'answers, temperature {temperature:g}'))
+  total = bench.num_repeats * sum(len(bench.turns(question)) for question in questions)
+  answers = list(tqdm(measured, desc=f'answers, temperature {temperature:g}', total=total))
   if not answers:
     most = bench.target.config.max_context - bench.options['max_new_tokens']
     raise ValueError(f'All {len(questions)} questions exceed {most} tokens: lower max_new_tokens, or ask others.')
@@ -44,6 +45,7 @@ def run(
   drafter, is_drafted = bench.drafter, bench.policy.num_nodes > 1 and any(len(a.plain.tokens) > 1 for a in answers)
   if drafter is not None and is_drafted and not drafter.has_own_head:  # no traces of EAGLE-3 heads are recorded
     how = {'policy': DynamicTree(), 'seed': bench.options['seed']}
+    log.info('Calibrating: the drafter reads %d answers.', len(answers))
     summary['calibration'] = calibrate(bench.target, drafter, answers, **how)
   write(summary, folder)
   plot(summary, folder)

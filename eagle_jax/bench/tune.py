@@ -23,7 +23,7 @@ from eagle_jax.loop import decode_loop
 from eagle_jax.prefill import bucket, prepare, run_prefill, slots_for
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import mesh_of, using
+from eagle_jax.sharding import mesh_of, num_devices, using
 from eagle_jax.state import Params, Spec
 from eagle_jax.target.transformer import Target
 from eagle_jax.train.replay import Nodes, Traced, observe, require_traceable, trace
@@ -131,7 +131,6 @@ def part_costs(
   """
   dtype = str(target.dtype)
   mesh = mesh_of(target.params)
-  num_devices = 1 if mesh is None else mesh.size
   measured, read_rates = [], [bytes_per_s()]
   for context in contexts:
     measured.append(times(target, drafter, batch=batch, num_prompt=context, progress=progress))
@@ -142,8 +141,8 @@ def part_costs(
     dtype=dtype,
     batch=batch,
     times=tuple(measured),
-    bytes_per_s=num_devices * max(read_rates),
-    flops_per_s=num_devices * flops_per_s(dtype),
+    bytes_per_s=num_devices(mesh) * max(read_rates),
+    flops_per_s=num_devices(mesh) * flops_per_s(dtype),
     date=datetime.date.today().isoformat(),
     **ran_on(mesh),
   )

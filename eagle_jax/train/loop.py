@@ -22,7 +22,16 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.policy import DynamicTree
 from eagle_jax.hub import save_drafter
 from eagle_jax.processes import in_lead, is_lead
-from eagle_jax.sharding import fetched, mesh_of, param_shardings, partition, put, require_whole_share, using
+from eagle_jax.sharding import (
+  fetched,
+  mesh_of,
+  num_devices,
+  param_shardings,
+  partition,
+  put,
+  require_whole_share,
+  using,
+)
 from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, settle_settings
@@ -104,7 +113,7 @@ def train(
     traced = with_features(target, held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced])  # all kinds
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
-    meter = Meter(recipe, flops / (1 if mesh is None else mesh.size), first=first, progress=progress)
+    meter = Meter(recipe, flops / num_devices(mesh), first=first, progress=progress)
     with (
       metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
       metrics_log(folder / 'held_out.csv', first_step=first + 1) as log_held_out,
