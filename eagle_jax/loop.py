@@ -33,7 +33,7 @@ def outlook(state: DecodeState, economy: Any, *, spec: Spec) -> Outlook:
 
 
 def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, max_depth: int) -> Verdict:
-  """`verify` of every row, by the target's own choices; tokens are drawn only at nodes that the walk reaches."""
+  """`verify` of every row, by the target's own choices."""
 
   def verify_row(tree, logits_VT, sampling, row_id, length):
     def choose_after(node, node_depth):

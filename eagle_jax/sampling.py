@@ -5,6 +5,7 @@ of the token being drawn (seed, row id, absolute position), not to a tree node o
 whatever is drafted, and temperature 0 is greedy decoding in the same program.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +56,8 @@ def position_noise(seed, row_id, position, token_U: jax.Array) -> jax.Array:
 def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> jax.Array:
   """[U] f32, what is added to the logits of the token at `position`: temperature x noise; 0 where that is greedy.
 
-  The noise is computed only where it can matter: a branch, unless every row of a `vmap` has a temperature of its own.
+  The noise is computed only where it can matter: a branch, unless every row of a `vmap` has a temperature of its own,
+  or the compiler (XLA:GPU does, of small drafts) makes it a choice.
   """
 
   def noise():
@@ -87,11 +89,18 @@ def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
   Top-p keeps the smallest set of the likeliest tokens whose probability, after temperature and top-k, reaches p.
   """
   order_V = _order(logits_V)
-  need_k = jnp.where(sampling.top_k > 0, sampling.top_k, logits_V.shape[0]).astype(jnp.float32)
-  keep_V = order_V >= _threshold(order_V, jnp.ones_like(logits_V), need_k)
-  scaled_V = jnp.where(keep_V, logits_V, -jnp.inf) / jnp.maximum(sampling.temperature, 1e-6)  # greedy keeps its token
-  keep_p_V = order_V >= _threshold(order_V, jax.nn.softmax(scaled_V), sampling.top_p)
-  return jnp.where(sampling.top_p < 1, keep_V & keep_p_V, keep_V)
+
+  def least_of_k():
+    return _threshold(order_V, jnp.ones_like(logits_V), sampling.top_k.astype(jnp.float32))
+
+  def least_of_p():
+    kept_V = jnp.where(order_V >= least, logits_V, -jnp.inf)
+    p_V = jax.nn.softmax(kept_V / jnp.maximum(sampling.temperature, 1e-6))  # greedy keeps its token
+    return jnp.maximum(least, _threshold(order_V, p_V, sampling.top_p))
+
+  least = jax.lax.cond(sampling.top_k > 0, least_of_k, lambda: jnp.uint32(0))
+  least = jax.lax.cond(sampling.top_p < 1, least_of_p, lambda: least)
+  return order_V >= least
 
 
 def _first_best(score_V: jax.Array) -> jax.Array:
@@ -106,26 +115,35 @@ def _first_best(score_V: jax.Array) -> jax.Array:
 def perturbed(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
   """[V] f32, logits whose largest is the target's choice: filtered and with noise, or untouched where that is greedy.
 
-  What greedy decoding needs none of is in a branch, and in it the filters in one more, which hangs on scalars that no
-  `vmap` over rows touches.
-
   Args:
     logits_V: [V] f32.
     sampling: how to draw.
     row_id, position: [] i32, see `position_noise`.
   """
-
-  def kept():
-    return jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf)
-
-  def drawn():
-    noise_V = position_noise(sampling.seed, row_id, position, jnp.arange(logits_V.shape[0]))
-    is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
-    return jax.lax.cond(is_filtered, kept, lambda: logits_V) + sampling.temperature * noise_V
-
-  return jax.lax.cond(sampling.temperature > 0, drawn, lambda: logits_V)
+  return _chosen(lambda score_V: score_V, logits_V, sampling, row_id, position)
 
 
 def choose(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
   """[] i32: the target's own token at `position`, the same for every tree that leads there. See `perturbed`."""
-  return _first_best(perturbed(logits_V, sampling, row_id, position))
+  return _chosen(_first_best, logits_V, sampling, row_id, position)
+
+
+def _chosen(of: Callable, logits_V: jax.Array, sampling: Sampling, row_id, position) -> Any:
+  """`of` the perturbed logits.
+
+  What greedy decoding needs none of is in a branch, and in it the filters in one more, which hangs on scalars that no
+  `vmap` over rows touches. `of` is in the branches: what leaves one a mesh holds whole on each device.
+  """
+
+  def drawn(kept_V):
+    noise_V = position_noise(sampling.seed, row_id, position, jnp.arange(logits_V.shape[0]))
+    return of(kept_V + sampling.temperature * noise_V)
+
+  def filtered():
+    return drawn(jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf))
+
+  def sampled():
+    is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
+    return jax.lax.cond(is_filtered, filtered, lambda: drawn(logits_V))
+
+  return jax.lax.cond(sampling.temperature > 0, sampled, lambda: of(logits_V))

@@ -97,6 +97,15 @@ def test_no_pass_copies_the_keys(devices, policy, drafter):
   assert not re.findall(rf'= bf16\[{batch},{heads},{width},{slots}\]\S* \w', hlo)
 
 
+def test_a_step_asks_the_host_how_to_draw_alone(devices):
+  """No loop asks for its end, and of the branches greedy decoding comes to one."""
+  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
+  _, state = pair.prefill(pair.spec(SMALL))
+  hlo = pair.compile(decode_step, state, pair.spec(SMALL)).as_text()
+  assert all('known_trip_count' in line for line in hlo.splitlines() if ' while(' in line)
+  assert hlo.count(' conditional(') <= 4  # if sampled; in it, if filtered; in that, by k and by p
+
+
 def test_a_quantised_drafter_is_read_in_bytes(devices):
   """Products take them as they are: no kernel makes floats of them first."""
   target, drafter = shapes.configs('llama3_8b', draft_vocab_size=8192)

@@ -20,7 +20,7 @@ from eagle_jax.request import MAX_TEMPERATURE, MIN_TOP_P
 from eagle_jax.target import attention_tpu, layers
 from eagle_jax.target.layers import Experts, OverCache, SwiGLU
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
-from eagle_jax.verify import verify
+from eagle_jax.verify import at_once, walk
 from oracle import numpy_keep
 
 SEEDS = range(20)
@@ -59,8 +59,9 @@ def test_ancestor_mask_and_depth(seed):
   np.testing.assert_array_equal(depth(mask_TT), [row.sum() - 1 for row in expected_TT])
 
 
+@pytest.mark.parametrize('way', [walk, at_once])
 @pytest.mark.parametrize('seed', SEEDS)
-def test_verify(seed):
+def test_verify(way, seed):
   rng = np.random.default_rng(seed)
   tree = random_tree(rng, 12, 4)
   choice_TP = rng.integers(0, 3, (12, 5)).astype(np.int32)  # by node and depth: both must be handed over right
@@ -71,17 +72,18 @@ def test_verify(seed):
     same = [i for i in range(12) if tree.parent[i] == node and tree.token[i] == token[-1]]
     node = same[0] if same else None
   choices = jnp.asarray(choice_TP)
-  verdict = verify(jax.tree.map(jnp.asarray, tree), lambda node, depth: choices[node, depth], max_depth=4)
+  verdict = way(jax.tree.map(jnp.asarray, tree), choose=lambda node, depth: choices[node, depth], max_depth=4)
   assert verdict.num_accepted == len(path) - 1
   np.testing.assert_array_equal(verdict.path, path + [12] * (5 - len(path)))
   np.testing.assert_array_equal(verdict.token, token + [NO_TOKEN] * (5 - len(token)))
 
 
-def test_verify_reaches_every_length():
+@pytest.mark.parametrize('way', [walk, at_once])
+def test_verify_reaches_every_length(way):
   """A chain 0-1-2-3 of tokens 5: the target agrees `n` times."""
   tree = DraftTree(jnp.full(4, 5), jnp.asarray([NO_PARENT, 0, 1, 2]), jnp.zeros(4))
   for n in range(4):
-    verdict = verify(tree, lambda node, depth, n=n: jnp.where(depth < n, 5, 6), max_depth=3)
+    verdict = way(tree, choose=lambda node, depth, n=n: jnp.where(depth < n, 5, 6), max_depth=3)
     assert verdict.num_accepted == n
     assert verdict.token.tolist() == [5] * n + [6] + [NO_TOKEN] * (3 - n)
 
