@@ -39,6 +39,15 @@ class Request(NamedTuple):
 Waiting = collections.deque[tuple[int, Request]]  # by their numbers
 
 
+@functools.partial(jax.jit, static_argnames=('target', 'drafter', 'num_slots', 'num_new'))
+def empty(*arguments, **static) -> DecodeState:
+  """A state as `run_prefill` makes it of these arguments, with all rows done, and none of them anyone's."""
+  shapes = jax.eval_shape(functools.partial(run_prefill, **static), *arguments)
+  state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+  *_, sampling, limits = arguments
+  return state._replace(is_done=~state.is_done, sampling=sampling, limits=limits).constrained()
+
+
 @functools.partial(jax.jit, donate_argnames='state')
 def insert(state: DecodeState, fresh: DecodeState, row_R: jax.Array) -> DecodeState:
   """Puts freshly prefilled rows, which have slots for their prompts alone, in the place of rows `row_R`.
@@ -76,7 +85,7 @@ def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
       number += 1
 
 
-_PREFILL, _INSERT, _ADVANCE = Program(run_prefill), Program(insert), Program(advance)
+_EMPTY, _PREFILL, _INSERT, _ADVANCE = map(Program, (empty, run_prefill, insert, advance))
 
 
 class Rows:
@@ -189,13 +198,9 @@ class Rows:
     return values + [filler] * (self._num_refill - len(values))
 
   def _empty(self) -> DecodeState:
-    """All rows done, none of them anyone's."""
     zero_B = np.zeros(self._num_rows, np.int32)
     arguments = self._arguments(zero_B[:, None], zero_B + 1, zero_B, zero_B.astype(np.float32))
-    shapes = jax.eval_shape(functools.partial(run_prefill, num_slots=self._num_slots, **self._static), *arguments)
-    blank = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    *_, sampling, limits = jax.tree.map(jnp.asarray, arguments[-2:])
-    return blank._replace(is_done=jnp.ones(self._num_rows, bool), sampling=sampling, limits=limits)
+    return self._timed(_EMPTY, 'prefill_s', *arguments, num_slots=self._num_slots, **self._static)
 
   def _harvest(self, state: DecodeState, asked: dict[int, int], take: Program) -> list[tuple[int, Any]]:
     """The requests of the rows that are done, which are then nobody's, and what is taken of the rows."""

@@ -102,9 +102,9 @@ def cycle(params: Params, state: DecodeState, *, spec: Spec) -> Cycle:
   Raises:
     ValueError: the state was prefilled for a policy with shorter paths.
   """
-  if state.room is not None and state.room.shape[0] < spec.max_path:
+  if state.room is not None and state.room.max_path < spec.max_path:
     raise ValueError(
-      f'The state has room for steps of {state.room.shape[0]} tokens, and {spec.policy.describe()} may take '
+      f'The state has room for steps of {state.room.max_path} tokens, and {spec.policy.describe()} may take '
       f'{spec.max_path}: prefill with the policy whose paths are the longest.'
     )
   economy: Any = ()

@@ -12,7 +12,7 @@ from eagle_jax.commit import at_rows, is_eos
 from eagle_jax.draft import DraftNetwork
 from eagle_jax.request import at_least_one, integer_array, known_integers, require_valid_rows
 from eagle_jax.sampling import Sampling, choose
-from eagle_jax.state import DecodeState, Limits, Params, Spec
+from eagle_jax.state import DecodeState, Limits, Params, Room, Spec
 from eagle_jax.target import TargetNetwork
 from eagle_jax.target.transformer import TransformerTarget
 
@@ -101,7 +101,7 @@ def prefill(
     sampling=Sampling.of(**sampling),
     **ids,
   )
-  return run_prefill(*arguments, **static)._replace(room=jnp.zeros((spec.max_path, 0), bool))
+  return run_prefill(*arguments, **static)._replace(room=Room(spec.max_path))
 
 
 def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: int, sampling, row_ids, eos_ids):

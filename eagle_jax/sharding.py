@@ -174,8 +174,3 @@ def row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
   return jax.lax.platform_dependent(x, cpu=lambda x: x, default=constrained)
-
-
-def constrain_rows(x: jax.Array) -> jax.Array:
-  """`constrain` of an array with one entry a batch row."""
-  return constrain(x, ('batch',) + (None,) * (x.ndim - 1))

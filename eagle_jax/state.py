@@ -1,6 +1,7 @@
 """What decoding remembers between two steps, and the static description of the program that makes them."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from eagle_jax.cache import KVCache
 from eagle_jax.draft import DraftNetwork
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import constrain_rows
+from eagle_jax.sharding import CACHE_AXES, constrain
 from eagle_jax.target import TargetNetwork
 from eagle_jax.tree import NO_TOKEN
 
@@ -62,6 +63,14 @@ class Limits(NamedTuple):
     return cls(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=['max_path'])
+@dataclasses.dataclass(frozen=True)
+class Room:
+  """How many rows a step may append: as many slots are free past every length. No array."""
+
+  max_path: int
+
+
 class DecodeState(NamedTuple):
   """All rows of a batch between two steps. Rows advance independently; a finished row is frozen.
 
@@ -82,7 +91,7 @@ class DecodeState(NamedTuple):
   row_id: jax.Array  # [B] i32, keys the noise
   sampling: Sampling
   limits: Limits
-  room: jax.Array | None = None  # [P, 0], no bytes: a step may append P rows; None where the caller knows
+  room: Room | None = None  # None where the caller knows
 
   @property
   def num_slots(self) -> int:
@@ -96,6 +105,9 @@ class DecodeState(NamedTuple):
 
   def constrained(self) -> 'DecodeState':
     """The same, every row on its mesh axis: what a step returns lies as what it took, so one program runs them all."""
-    by_row = [name for name in self._fields if name not in ('cache', 'drafter', *SHARED)]
-    rows: dict[str, Any] = {name: constrain_rows(getattr(self, name)) for name in by_row}
-    return self._replace(cache=self.cache._replace(length=constrain_rows(self.cache.length)), **rows)
+    by_row = {name: getattr(self, name) for name in self._fields if name not in SHARED}
+
+    def placed(x: jax.Array) -> jax.Array:
+      return constrain(x, CACHE_AXES if x.ndim == len(CACHE_AXES) else ('batch',) + (None,) * (x.ndim - 1))
+
+    return self._replace(**jax.tree.map(placed, by_row))

@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from eagle_jax import decode, hub
+from eagle_jax import continuous, decode, hub
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.program import Program
 from eagle_jax.sharding import CACHE_AXES, make_mesh, mesh_of, param_shardings, partition, using
 from eagle_jax.target import attention_tpu
 from eagle_jax.target.layers import OverCache
@@ -133,19 +134,39 @@ def layout(state) -> dict[str, list[int]]:
   return {jax.tree_util.keystr(path): leaf.sharding.shard_shape(leaf.shape) for path, leaf in leaves if leaf.ndim}
 
 
-def layouts(target, drafter, prompts) -> list[dict[str, list[int]]]:
-  """Layouts of the state before and after a step."""
+def moved(target, drafter, prompts) -> tuple[dict[str, list[int]], list[str], int]:
+  """Layout of a state, the arrays that two steps leave elsewhere, and the number of programs that these take."""
   params, spec = decode.build(target, drafter, policy=POLICIES['chain'])
   tokens_BL = np.asarray([prompt[:3] for prompt in prompts], np.int32)
   state = decode.prefill(params, tokens_BL, np.full(len(prompts), 3, np.int32), spec=spec, max_new_tokens=16)
-  before = layout(state)
-  return [before, layout(decode.decode_step(params, state, spec=spec))]
+  shares, before = layout(state), shardings(state)
+  decode.decode_step.clear_cache()
+  for _ in range(2):
+    state = decode.decode_step(params, state, spec=spec)
+  after = shardings(state)
+  elsewhere = [name for name, place in before.items() if place != after[name]]
+  return shares, elsewhere, decode.decode_step._cache_size()
+
+
+def shardings(state) -> dict[str, NamedSharding]:
+  """Where each array is, by name."""
+  return {jax.tree_util.keystr(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def refilled(*args, **how) -> tuple[decode.Generation, list[int]]:
+  """What is generated, and how many programs it takes to insert and to advance rows."""
+  with (
+    mock.patch.object(continuous, '_INSERT', Program(continuous.insert)) as insert,
+    mock.patch.object(continuous, '_ADVANCE', Program(continuous.advance)) as advance,
+  ):
+    given = decode.generate(*args, **how)
+  return given, [len(program._compiled) for program in (insert, advance)]
 
 
 def main() -> None:
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
-  cases, places, streams, moves, families, kernels = {}, {}, {}, {}, {}, {}
+  cases, places, streams, moves, families, kernels, programs = {}, {}, {}, {}, {}, {}, {}
   with tempfile.TemporaryDirectory() as folder:
     target_folder, drafter_folder, eagle3_folder = write_models(Path(folder))
     for mesh_name, sizes in MESHES.items():
@@ -169,7 +190,7 @@ def main() -> None:
             case = f'{policy_name} {batch} {sampling_name}'
             cases.setdefault(case, {})[mesh_name] = [given.tokens, given.num_accepted]
       request = {'max_new_tokens': 16, 'policy': POLICIES['dynamic'], **SAMPLING['sampled']}
-      given = decode.generate(target, drafter, prompts, batch_size=4, **request)
+      given, programs[mesh_name] = refilled(target, drafter, prompts, batch_size=4, **request)
       cases.setdefault('refilled 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       small = hub.load_drafter(drafter_folder, target, dtype='int8')
       for exact, rounded in zip(*map(weights, (drafter, small)), strict=True):
@@ -183,8 +204,8 @@ def main() -> None:
       streams[mesh_name] = [token for chunk in chunks for token in chunk.tokens]
       if mesh is not None:
         with jax.set_mesh(mesh):
-          moves[mesh_name] = layouts(target, drafter, prompts)
-  found = {'cases': cases, 'places': places, 'streams': streams, 'layouts': moves}
+          moves[mesh_name] = moved(target, drafter, prompts)
+  found = {'cases': cases, 'places': places, 'streams': streams, 'moves': moves, 'programs': programs}
   json.dump(found | {'families': families, 'kernels': kernels}, sys.stdout)
 
 

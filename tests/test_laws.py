@@ -20,7 +20,7 @@ from eagle_jax.request import MAX_TEMPERATURE, MIN_TOP_P
 from eagle_jax.target import attention_tpu, layers
 from eagle_jax.target.layers import Experts, OverCache, SwiGLU
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
-from eagle_jax.verify import at_once, walk
+from eagle_jax.verify import at_once, verify, walk
 from oracle import numpy_keep
 
 SEEDS = range(20)

@@ -152,6 +152,12 @@ def test_refilled_rows_are_those_of_one_batch(on_meshes, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('mesh', ['none', '1x4', '2x4'])  # those that divide the rows
+def test_rows_are_filled_and_decoded_by_one_program_each(on_meshes, mesh):
+  assert on_meshes['programs'][mesh] == [1, 1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', ['none', *MESHES])
 def test_a_stream_is_its_batch_row(on_meshes, mesh):
   assert on_meshes['streams'][mesh] == on_meshes['cases']['chain 1 greedy']['none'][0][0]
@@ -160,15 +166,16 @@ def test_a_stream_is_its_batch_row(on_meshes, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', MESHES)
 def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
-  before, after = on_meshes['layouts'][mesh]
-  assert before == after
+  shares, elsewhere, num_programs = on_meshes['moves'][mesh]
+  assert not elsewhere
+  assert num_programs == 1
   rows = {'1x4': 8, '2x4': 4, '8x1': 1}[mesh]
-  assert {name: shape[0] for name, shape in before.items()} == {
+  assert {name: shape[0] for name, shape in shares.items()} == {
     '.root': rows, '.text': rows, '.num_tokens': rows, '.num_accepted': rows, '.num_passes': rows,
     '.num_nodes': rows, '.num_levels': rows,
     '.is_done': rows, '.row_id': rows, '.cache.length': rows, '.cache.keys[0]': rows, '.cache.values[0]': rows,
     '.drafter.cache.length': rows, '.drafter.cache.keys[0]': rows, '.drafter.cache.values[0]': rows,
-    '.drafter.feature': rows, '.limits.eos': 1, '.room': 3,
+    '.drafter.feature': rows, '.limits.eos': 1,
   }  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from eagle_jax.draft import Outlook
 from eagle_jax.draft.grow import Children, Frontier, first_width, grow
 from eagle_jax.draft.lookup import Evidence
 from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.sharding import constrain_rows
 from eagle_jax.target.layers import (
   DecoderLayer,
   Linear,
@@ -132,11 +131,10 @@ class Eagle:
     """Keeps the first `count` rows a batch row; see `draft.DraftNetwork.absorb`."""
     newest_B = jnp.maximum(count_B - 1, 0)
     newest_BD = jnp.take_along_axis(followed.out, newest_B[None, :, None], axis=2, mode='clip')[..., 0].T
-    feature_BD = constrain_rows(jnp.where(count_B[:, None] > 0, newest_BD, state.feature))
+    feature_BD = jnp.where(count_B[:, None] > 0, newest_BD, state.feature)
     # The same count; but it hangs on the output now, so what `append` writes waits for all that read the cache.
     count_B = jnp.where(jnp.isnan(newest_BD).any(axis=1), jnp.maximum(count_B, 0), count_B)
-    cache = kv_cache.append(state.cache, followed.rows, count_B)
-    return EagleState(cache._replace(length=constrain_rows(cache.length)), feature_BD)
+    return EagleState(kv_cache.append(state.cache, followed.rows, count_B), feature_BD)
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, outlook: Outlook) -> Candidates:
     """Grows every row's candidates."""
