@@ -1,6 +1,7 @@
 """`policy='auto'`: from what was measured on this device, plain decoding among the choices, or a guess."""
 
 import logging
+from typing import Any
 
 import jax
 
@@ -8,7 +9,7 @@ from eagle_jax.cost import Costs, find
 from eagle_jax.device import device_name
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
-from eagle_jax.request import require_pair
+from eagle_jax.request import at_least_one, require_pair
 from eagle_jax.sharding import mesh_of, num_row_parts
 from eagle_jax.target.transformer import Target
 
@@ -31,6 +32,12 @@ def settle(
     of this batch, if there are any.
   """
   require_pair(target, drafter)
+  batch = at_least_one('batch', batch)
+  is_object = hasattr(policy, 'fanouts') and not isinstance(policy, type)
+  if not (is_object or (isinstance(policy, str) and policy in ('auto', 'plain'))):
+    raise ValueError(
+      f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
+    )
   if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
     costs = find_costs(target, drafter, batch=batch)
   there = None if costs is None else costs.at_batch(batch, waits=waits)
@@ -67,9 +74,7 @@ def guessed_policy(batch: int, *, platform: str) -> TreePolicy:
   return Chain(min(3, num_nodes - 1), lookup=True) if num_nodes < 16 else DynamicTree(num_nodes=num_nodes, lookup=True)
 
 
-def _resolve(
-  policy: str | TreePolicy, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int
-) -> TreePolicy:
+def _resolve(policy: Any, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int) -> TreePolicy:
   if policy == 'plain' or (policy == 'auto' and drafter is None):
     return Plain()
   if policy == 'auto' and costs is not None:
@@ -79,10 +84,6 @@ def _resolve(
     guess = guessed_policy(batch // num_parts, platform=jax.default_backend())
     log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
     return guess
-  if isinstance(policy, (str, type)) or not hasattr(policy, 'fanouts'):
-    raise ValueError(
-      f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
-    )
   if drafter is None and not isinstance(policy, Plain):
     raise ValueError(f"{policy.describe()} needs a drafter, and none came. Load one, or pass policy='plain'.")
   if isinstance(policy, Adaptive) and costs is None:

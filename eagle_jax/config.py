@@ -1,13 +1,16 @@
 """Frozen descriptions of networks. A config says shapes and switches; it holds no array and reads no file."""
 
 import dataclasses
-from typing import ClassVar
+import math
+import numbers
+from typing import Any, ClassVar
 
 
-def _require_positive(config, *names: str) -> None:
-  bad = {name: getattr(config, name) for name in names if not getattr(config, name) > 0}
-  if bad:
-    raise ValueError(f'{type(config).__name__}: these fields must be positive: {bad}.')
+def _require_positive(config, *names: str, kind: Any = numbers.Integral) -> None:
+  given: dict[str, Any] = {name: getattr(config, name) for name in names}
+  if bad := {name: x for name, x in given.items() if not (isinstance(x, kind) and 0 < x < math.inf)}:
+    what = 'integers' if kind is numbers.Integral else 'numbers'
+    raise ValueError(f'{type(config).__name__}: these fields must be positive {what}: {bad}.')
 
 
 def _require_heads(config) -> None:
@@ -50,6 +53,7 @@ class TargetConfig:
     _require_positive(
       self, 'vocab_size', 'width', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'max_context'
     )
+    _require_positive(self, 'norm_eps', 'rope_theta', kind=numbers.Real)
     _require_heads(self)
     if self.window is not None:
       _require_positive(self, 'window')
@@ -74,10 +78,13 @@ class _HeadSizes:
   num_kv_heads: int
   head_dim: int
   ffn_width: int
+  norm_eps: float = dataclasses.field(default=1e-6, kw_only=True)
+  rope_theta: float = dataclasses.field(default=10_000.0, kw_only=True)
   draft_vocab_size: int | None = dataclasses.field(default=None, kw_only=True)  # U of the target's ids; None: all
 
   def _require_sizes(self) -> None:
-    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
+    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'num_ids')
+    _require_positive(self, 'norm_eps', 'rope_theta', kind=numbers.Real)
     _require_heads(self)
     if not 1 <= self.num_ids <= self.vocab_size:
       raise ValueError(
@@ -98,8 +105,6 @@ class DrafterConfig(_HeadSizes):
   Every field is the drafter's own: none of heads, eps, theta or biases may be taken from the target.
   """
 
-  norm_eps: float = 1e-6
-  rope_theta: float = 10_000.0
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
   qkv_bias: bool = False
   name: str = 'drafter'
@@ -131,8 +136,6 @@ class Eagle3Config(_HeadSizes):
 
   target_width: int
   taps: tuple[int, ...] | None = None  # 0-based layers of the target whose inputs it reads; None: 2, n // 2, n - 3 of n
-  norm_eps: float = 1e-6
-  rope_theta: float = 10_000.0
   rope_slowdown: tuple[float, ...] = ()  # see `TargetConfig`
   own_embedding: bool = False
   norm_before_residual: bool = False  # the residual stream starts from the normed feature

@@ -50,12 +50,16 @@ def cpu_features() -> str:
   return next((line for line in lines if line.startswith(('flags', 'Features'))), '')
 
 
+def precision(dtype: Any) -> jax.lax.Precision:
+  """Of products: float32 is the truth, in full on every backend, no TF32 and no bf16 passes."""
+  return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
 @functools.cache
 def flops_per_s(dtype: str) -> float:
   """FLOPs a second of one device in a large matrix product, a multiply-add being two: the best of a few."""
   size = 1024 if jax.default_backend() == 'cpu' else 8192
-  precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else jax.lax.Precision.DEFAULT
-  product = jax.jit(functools.partial(jnp.matmul, precision=precision))
+  product = jax.jit(functools.partial(jnp.matmul, precision=precision(dtype)))
   square = jnp.ones((size, size), dtype)
   return 2 * size**3 / _seconds(product, square, square)
 

@@ -29,6 +29,8 @@ _ASSETS = Path(__file__).parent / 'assets'
 
 def _path(name: str | Path) -> Path:
   """With a user's folder in place of `~`, which a shell leaves as it is in `--target=~/model`."""
+  if not isinstance(name, (str, os.PathLike)):
+    raise ValueError(f'{name!r:.80} came; a name or a path is needed.')
   return Path(os.path.expanduser(name))
 
 

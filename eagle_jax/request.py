@@ -1,7 +1,7 @@
 """A request as users make it: put into token ids, and refused if it cannot be decoded, before any tracing."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -25,8 +25,9 @@ def token_ids(target: Target, prompts: Any) -> list[list[int]]:
   prompts = _listed(prompts)
   if isinstance(prompts, str):
     raise ValueError(f'prompts is {prompts!r}; a list is needed: [{prompts!r}] for one prompt.')
-  if not hasattr(prompts, '__len__') or not len(prompts):
+  if not hasattr(prompts, '__len__') or isinstance(prompts, (Mapping, Set)) or not len(prompts):
     raise ValueError(f'prompts is {prompts!r}; a list of one or more strings, or rows of token ids, is needed.')
+  prompts = [*prompts]
   if any(isinstance(prompt, str) for prompt in prompts):
     if not all(isinstance(prompt, str) for prompt in prompts):
       raise ValueError('Texts and lists of token ids came mixed: give one kind.')
@@ -61,7 +62,7 @@ def require_valid(
   eos_ids=None,
 ) -> None:
   """ValueError if these cannot be decoded; see `decode.generate`."""
-  at_least_one('max_new_tokens', max_new_tokens)
+  max_new_tokens = at_least_one('max_new_tokens', max_new_tokens)
   for name, value in (('top_k', top_k), ('seed', seed)):
     _integer(f'{name} is', value)
   for name, value in (('temperature', temperature), ('top_p', top_p)):
@@ -172,5 +173,5 @@ def _number(what_is: str, value: Any) -> float:
     if isinstance(value, (str, bytes)) or np.ndim(value):
       raise TypeError
     return float(value)
-  except (TypeError, ValueError):
-    raise ValueError(f'{what_is} {value!r}; a number is needed.') from None
+  except (TypeError, ValueError, OverflowError):
+    raise ValueError(f'{what_is} {value!r:.80}; a number is needed.') from None

@@ -27,29 +27,30 @@ flags.DEFINE_integer(
   'num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.', lower_bound=1
 )
 flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load no weights.')
+flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output.')
 
 
 def main(_):
   cluster.join()
   config = read_configuration(FLAGS.config, FLAGS.variant, shapes_alone=FLAGS.dry_run)
   mesh = make_mesh(num_model=FLAGS.num_model)
-  if FLAGS.dry_run:
-    print(json.dumps(run.dry_run(config, mesh)))
-    return
-  if FLAGS.out is None:
+  if FLAGS.out is None and not FLAGS.dry_run:
     raise ValueError('--out is missing: name the run folder.')
-  out = Path(FLAGS.out).expanduser()
-  metrics = run.run(
-    config,
-    out / FLAGS.variant if FLAGS.variant else out,
-    shards=out / 'shards',
-    prompts=FLAGS.prompts and str(Path(FLAGS.prompts).expanduser()),
-    initial=FLAGS.initial,
-    mesh=mesh if mesh.size > 1 else None,
-    report_every=FLAGS.report_every,
-    command='launch/train.py ' + ' '.join(sys.argv[1:]),
-  )
-  print(json.dumps(metrics))
+  if FLAGS.dry_run:
+    numbers = run.dry_run(config, mesh)
+  else:
+    out = Path(FLAGS.out).expanduser()
+    numbers = run.run(
+      config,
+      out / FLAGS.variant if FLAGS.variant else out,
+      shards=out / 'shards',
+      prompts=FLAGS.prompts and str(Path(FLAGS.prompts).expanduser()),
+      initial=FLAGS.initial,
+      mesh=mesh if mesh.size > 1 else None,
+      report_every=FLAGS.report_every,
+      command='launch/train.py ' + ' '.join(sys.argv[1:]),
+    )
+  print(json.dumps(numbers) if FLAGS.json else '\n'.join(f'{name}: {x:.6g}' for name, x in numbers.items()))
 
 
 if __name__ == '__main__':

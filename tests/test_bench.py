@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +205,7 @@ def test_turns_beyond_the_context_are_left_out_and_named(pair, tmp_path):
   out = run(bench, asked, 0.0, tmp_path / 'log', tmp_path / 'report', SETTINGS)
   assert out['too_long'] == ['one/1, turn 2', 'one/2, turn 1']
   assert out['details']['pooled']['num_answers'] == 2
-  with pytest.raises(ValueError, match='All 1 questions exceed 122 tokens'):
+  with pytest.raises(ValueError, match='None of 1 questions leaves room for . tokens in a context of 128'):
     run(bench, asked[1:2], 0.0, tmp_path / 'log', tmp_path / 'report', SETTINGS)
 
 
@@ -246,7 +247,8 @@ def test_summary_by_hand():
   assert out['mean'] == {name: (a[name] + b[name]) / 2 for name in pooled}
   details = out['details']['pooled']
   assert (details['nodes_per_pass'], details['levels_per_pass']) == (4, 2)
-  assert (details['near_ties'], details['defects'], details['not_in_tau_paper']) == (1, 1, 2)
+  assert (details['near_ties'], details['far_apart'], details['not_in_tau_paper']) == (1, 1, 2)
+  assert details['differing'] == 2 / (7 + 8 + 3 + 2)
   assert details['num_accepted'] == [3, 2, 3]
   assert out['details']['a']['repetition'] == pytest.approx(1 / (4 + 5))
   assert details['plain_spread'] is None
@@ -266,17 +268,29 @@ def test_tables_and_plots_are_written(tmp_path, monkeypatch):
   out['calibration'] = {'confidence': [0.1, 0.9], 'acceptance': [0.2, 0.8], 'expected_error': 0.1}
   text = summary.markdown(out)
   assert [line.split('|')[1].strip() for line in text.splitlines()] == ['task', '---', 'a', 'b', 'mean', 'pooled']
+  assert [line.split('|')[-3:-1] for line in text.splitlines()[2:]] == [
+    [' 1 ', ' 0 '], [' 0 ', ' 1 '], ['  ', '  '], [' 1 ', ' 1 ']
+  ]  # fmt: skip
   summary.write(out, tmp_path)
   assert (tmp_path / 'report.md').read_text().strip() == text
   assert json.loads((tmp_path / 'report.json').read_text()) == out
   with open(tmp_path / 'report.csv', newline='', encoding='utf-8') as file:
     rows = {row['task']: row for row in csv.DictReader(file)}
   assert float(rows['pooled']['tau']) == 2.0
+  assert (rows['a']['near_ties'], rows['b']['far_apart'], rows['mean']['far_apart']) == ('1', '1', '')
   paths = plot(out, tmp_path)
   assert {path.name for path in paths} == {'accepted.png', 'acceptance_by_depth.png', 'calibration.png'}
   assert all(path.read_bytes().startswith(b'\x89PNG') for path in paths)
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   assert plot(out, tmp_path / 'without_matplotlib') == []
+
+
+@pytest.mark.parametrize(('dtype', 'why'), [('float32', 'a defect'), ('bfloat16', 'as bfloat16 rounds')])
+def test_texts_that_differ_are_said(tmp_path, caplog, dtype, why):
+  target = SimpleNamespace(dtype=jnp.dtype(dtype))
+  bench = SimpleNamespace(policy=Chain(2), drafter=None, num_repeats=1, target=target, measure=lambda *_: iter(BY_HAND))
+  run(bench, [], 0.0, tmp_path / 'log', tmp_path, {})
+  assert f'1 of 4 texts differ from plain decoding beyond near ties, {why}' in caplog.text
 
 
 def test_reliability_by_hand():

@@ -416,6 +416,10 @@ BAD_REQUESTS = [
   ({'prompts': [np.array([[1], [2]])]}, r'Prompt 0 holds \[1\]; an integer'),
   ({'prompts': [[1], [2.5]]}, 'Prompt 1 holds 2.5; an integer'),
   ({'prompts': [b'Why?']}, 'Prompt 0 is .*; a list of integers'),
+  ({'prompts': {'a': 1}}, 'prompts is .*; a list'),
+  ({'prompts': [[1] * 300], 'max_new_tokens': np.uint8(250)}, 'max_new_tokens=250 that is beyond the context of 512'),
+  ({'temperature': 10**400}, 'temperature is 1000.*; a number'),
+  ({'policy': np.array([1, 2])}, 'Unknown policy array'),
   ({'eos_ids': 3}, 'eos_ids is 3; a list of integers'),
   ({'policy': 'tree'}, "Unknown policy 'tree'.*'plain'"),
   ({'policy': None}, 'Unknown policy None'),
@@ -450,6 +454,12 @@ def test_bad_requests(target, drafter, plain, change, words):
   with compile_events() as events, pytest.raises(ValueError, match=words):
     decode.generate(**request)
   assert events == []
+
+
+@pytest.mark.parametrize('batch', [0, 1.5, 'a'])
+def test_a_program_for_no_rows_is_not_built(target, drafter, batch):
+  with pytest.raises(ValueError, match='batch is'):
+    decode.build(target, drafter, batch=batch)
 
 
 def test_a_bad_request_is_refused_before_the_drafter_is_made_ready(target, drafter):

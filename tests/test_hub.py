@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import subprocess
 import zipfile
 
@@ -106,12 +107,24 @@ def test_hugging_face_folder(tmp_path, num_shards):
     ({'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 5}, 'experts_per_token is 5; 1 .. num'),
     ({'model_type': 'qwen2'}, 'model.layers.0.self_attn.q_proj.bias: missing'),
     ({'hidden_act': 'gelu'}, "hidden_act 'gelu'"),
+    ({'num_attention_heads': 0}, 'tiny/config.json has a value that cannot be: .* zero'),
+    ({'vocab_size': 'x'}, "tiny/config.json has a value that cannot be: .*'x'"),
+    ({'rope_theta': -1.0}, "tiny/config.json .*positive numbers: {'rope_theta': -1.0}"),
+    ({'rope_scaling': 'x'}, 'tiny/config.json has a value'),
+    ({'layer_types': 1}, 'tiny/config.json has a value'),
+    ({'model_type': []}, 'tiny/config.json has a value'),
+    ({'eos_token_id': [1.5]}, r'tiny: eos_token_id is \[1.5\]; an integer'),
     ({'tie_word_embeddings': True, 'num_hidden_layers': 1}, 'model.layers.1.mlp.gate_proj.weight: not expected'),
   ],
 )
 def test_unsupported_folders(tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):
     hub.load_target(hf_folder(tmp_path / 'tiny', HF_CONFIG | changes))
+
+
+def test_an_absent_base_of_rope_may_be_written_as_null(tmp_path):
+  target = hub.load_target(hf_folder(tmp_path / 'tiny', HF_CONFIG | {'rope_theta': None}))
+  assert target.config.rope_theta == 10_000.0
 
 
 @pytest.mark.parametrize(
@@ -323,7 +336,9 @@ def test_bad_drafters(tmp_path, target, drafter):
   for changed, message in (
     (content | {'kind': 'medusa'}, "kind 'medusa'"),
     ({name: value for name, value in content.items() if name != 'norm_eps'}, r"lacks \['norm_eps'\]"),
-    (content | {'width': '32'}, 'wrong type'),
+    (content | {'width': '32'}, 'width'),
+    (content | {'norm_eps': math.nan}, 'norm_eps'),
+    (content | {'kind': []}, 'unhashable'),
     (content | {'depth': 3}, r"unknown fields \['depth'\]"),
     (HF_CONFIG | {'draft_vocab_size': 5}, 'reads the inputs of layers'),  # an EAGLE-3 head
     (HF_CONFIG, 'one layer'),

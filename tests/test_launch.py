@@ -80,6 +80,7 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):
     ([f'--config={ROOT}/configs/smollm2_eagle2.py'], '--out is missing'),
     ([f'--config={ROOT}/configs/smollm2_ablation.py', '--out=x', '--variant=none'], "Unknown variant 'none'"),
     (['--config=no/such/file'], 'No such file or directory'),
+    (['--config=.'], '. is a folder'),
     ([f'--config={ROOT}/configs/llama3_8b_eagle2.py', '--out=x'], 'TARGET is a TargetConfig; a str is needed'),
     ([f'--config={ROOT}/README.md'], 'README.md'),
   ],
@@ -140,7 +141,7 @@ def test_a_variant_is_the_configuration_but_for_its_changes(tmp_path):
 
 def test_a_dry_run_needs_the_target_s_configuration_alone(files, tmp_path):
   done = launch(
-    'train', f'--config={configuration(tmp_path / "own.py", files[0].removeprefix("--target="))}', '--dry_run'
+    'train', f'--config={configuration(tmp_path / "own.py", files[0].removeprefix("--target="))}', '--dry_run', '--json'
   )
   assert done.returncode == 0, done.stderr
   sizes = json.loads(done.stdout)

@@ -232,6 +232,10 @@ def test_policies_describe_themselves():
     (lambda: StaticTree([(0.5,)]), r'StaticTree: paths \[\(0.5,\)\] came; needed is a list'),
     (lambda: Chain(1.5), 'integers.*max_depth'),
     (lambda: DynamicTree('3'), 'integers.*width'),
+    (lambda: Adaptive(thresholds=(1, np.nan)), r'thresholds \(1.0, nan\) came'),
+    (lambda: Adaptive(thresholds=1), 'thresholds 1 came; needed are two numbers'),
+    (lambda: Adaptive(smaller=(1.7,)), r'smaller is \(1.7,\); a list of integers'),
+    (lambda: Adaptive(smaller=3), 'smaller is 3; a list of integers'),
     (lambda: StaticTree([]), '0 paths'),
     (lambda: StaticTree([()]), 'root is implied'),
     (lambda: StaticTree([(0,), (0,)]), 'distinct'),
@@ -242,6 +246,13 @@ def test_policies_describe_themselves():
 def test_bad_policies(make, words):
   with pytest.raises(ValueError, match=words):
     make()
+
+
+def test_sizes_are_python_s():
+  assert Chain(np.uint8(255)).num_nodes == 256
+  tree = DynamicTree(*np.asarray([20, 20, 5, 60], np.uint8))
+  assert tree.widths == (1, 20, 20, 20, 20)
+  assert {type(size) for size in dataclasses.astuple(tree)[:4]} == {int}
 
 
 def test_the_largest_tree_is_allowed():

@@ -14,6 +14,7 @@ from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.train.replay import Traced
 from eagle_jax.weights.files import replacing
 
+_DIFFERENT = 'near_ties', 'far_apart'  # see `details`
 NGRAM = 4  # tokens; of the measure of repetition
 
 
@@ -41,7 +42,9 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
 
   Returns:
     `num_answers`. `nodes_per_pass` and `levels_per_pass`, verified and drafted.
-    `near_ties`, `defects`: texts that differ, by how close plain decoding's choice was.
+    `near_ties`, `far_apart`: texts that differ, by whether plain decoding's two best logits lay within `NEAR_TIE` where
+    they part. In float32 far apart is a defect; numbers of fewer bits round that far. `differing`: such places a token
+    that was compared, those before them and they themselves.
     `plain_spread`, `spec_spread`: standard deviation of tokens/s from repeat to repeat; None for one repeat.
     `acceptance`: by depth; see `Traced.acceptance`. `num_accepted`: target passes by drafted tokens accepted: 0, 1, ...
     `repetition`: the share of places in the text at which `NGRAM` tokens end that came before in it: greedy text of
@@ -55,7 +58,8 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
     'nodes_per_pass': _by_pass(answers, 'nodes_per_pass'),
     'levels_per_pass': _by_pass(answers, 'levels_per_pass'),
     'near_ties': sum(gap < NEAR_TIE for gap in gaps),
-    'defects': sum(gap >= NEAR_TIE for gap in gaps),
+    'far_apart': sum(gap >= NEAR_TIE for gap in gaps),
+    'differing': len(gaps) / max(sum(map(num_compared, answers)), 1),
     'plain_spread': _spread(answers, 'plain'),
     'spec_spread': _spread(answers, 'spec'),
     'acceptance': [None if np.isnan(share) else share for share in trace.acceptance],
@@ -63,6 +67,12 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
     'repetition': repetition(answer.plain.tokens for answer in answers),
     'not_in_tau_paper': tau_paper(answers)[1],
   }
+
+
+def num_compared(answer: Answered) -> int:
+  """Tokens up to the first that differs, included."""
+  pairs = zip(answer.plain.tokens, answer.spec.tokens, strict=False)
+  return next((n for n, (a, b) in enumerate(pairs, start=1) if a != b), len(answer.plain.tokens))
 
 
 def traced(answers: Iterable[Answered], policy: TreePolicy) -> Traced:
@@ -132,24 +142,29 @@ def report(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-  """The six numbers of each task as a table."""
+  """The six numbers of each task as a table, and how many texts differ in which way."""
+  heads = 'task', 'tau', 'tau_paper', 'plain tokens/s', 'speculative tokens/s', 'speedup', 'identical', *_DIFFERENT
+  lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
+  for name, n in _rows(report).items():
+    numbers = f'{n["tau"]:.2f} | {n["tau_paper"]:.2f} | {n["plain_tok_per_s"]:.1f} | {n["spec_tok_per_s"]:.1f}'
+    different = ' | '.join(str(n[kind]) for kind in _DIFFERENT)
+    lines.append(f'| {name} | {numbers} | {n["speedup"]:.2f} | {n["identical"]:.1%} | {different} |')
+  return '\n'.join(lines)
+
+
+def _rows(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Of the table, by name."""
   rows = {**report['tasks'], 'mean': report['mean'], 'pooled': report['pooled']}
-  head = '| task | tau | tau_paper | plain tokens/s | speculative tokens/s | speedup | identical |\n|---|' + '---|' * 6
-  lines = [
-    f'| {name} | {n["tau"]:.2f} | {n["tau_paper"]:.2f} | {n["plain_tok_per_s"]:.1f} | {n["spec_tok_per_s"]:.1f} '
-    f'| {n["speedup"]:.2f} | {n["identical"]:.1%} |'
-    for name, n in rows.items()
-  ]
-  return '\n'.join([head, *lines])
+  counts = {name: report['details'].get(name, {}) for name in rows}
+  return {name: {**n, **{kind: counts[name].get(kind, '') for kind in _DIFFERENT}} for name, n in rows.items()}
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
   """`report.json` with everything, and the table as `report.md` and `report.csv`."""
-  rows = {**report['tasks'], 'mean': report['mean'], 'pooled': report['pooled']}
   table = io.StringIO(newline='')
-  writer = csv.DictWriter(table, ['task', *report['pooled']])
+  writer = csv.DictWriter(table, ['task', *report['pooled'], *_DIFFERENT])
   writer.writeheader()
-  writer.writerows({'task': name, **numbers} for name, numbers in rows.items())
+  writer.writerows({'task': name, **numbers} for name, numbers in _rows(report).items())
   texts = {'json': json.dumps(report, indent=2), 'md': markdown(report), 'csv': table.getvalue()}
   for ending, text in texts.items():
     with replacing(folder / f'report.{ending}') as temporary:

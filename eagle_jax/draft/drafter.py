@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eagle_jax.config import DrafterConfig, Eagle3Config
 from eagle_jax.draft import Outlook
@@ -60,6 +61,8 @@ class Drafter:
       raise ValueError(
         f'Drafter {self.config.name!r} has a head of its own, for ids of its own: they cannot be chosen.'
       )
+    if len({*np.asarray(ids).tolist()} & {*range(self.config.vocab_size)}) < len(ids):
+      raise ValueError(f'{len(ids)} ids came; distinct ones are needed, 0 .. {self.config.vocab_size - 1}.')
     config = dataclasses.replace(self.config, draft_vocab_size=len(ids))
     return Drafter(config, {**self.params, 'ids': jnp.asarray(ids, jnp.int32)})
 

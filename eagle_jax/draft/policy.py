@@ -6,6 +6,7 @@ Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is ed
 import dataclasses
 import functools
 import itertools
+import math
 import numbers
 import operator
 from typing import Any, Protocol
@@ -107,6 +108,8 @@ def _require_valid(policy, *sizes: str) -> None:
   name, given = type(policy).__name__, {size: getattr(policy, size) for size in sizes}
   if bad := {size: n for size, n in given.items() if not _is_count(n)}:
     raise ValueError(f'{name}: these must be integers, at least 1: {bad}.')
+  for size, n in given.items():  # Python's: what is computed with NumPy's of few bits would overflow
+    object.__setattr__(policy, size, int(n))
   if policy.max_depth > MAX_DEPTH:
     raise ValueError(f'{name}: max_depth is {policy.max_depth}; at most {MAX_DEPTH} is needed. Lower it.')
   if not isinstance(policy.lookup, bool):
@@ -185,10 +188,16 @@ class Adaptive(DynamicTree):
 
   def __post_init__(self):
     super().__post_init__()
-    object.__setattr__(self, 'smaller', tuple(int(size) for size in self.smaller))
+    try:
+      object.__setattr__(self, 'smaller', tuple(map(operator.index, self.smaller)))
+    except TypeError:
+      raise ValueError(f'Adaptive: smaller is {self.smaller!r}; a list of integers is needed.') from None
     if self.thresholds is not None:
-      object.__setattr__(self, 'thresholds', tuple(float(tokens) for tokens in self.thresholds))
-      if len(self.thresholds) != 2 or not min(self.thresholds) >= 0:
+      try:
+        object.__setattr__(self, 'thresholds', tuple(map(float, self.thresholds)))
+      except (TypeError, ValueError):
+        raise ValueError(f'Adaptive: thresholds {self.thresholds!r} came; needed are two numbers.') from None
+      if len(self.thresholds) != 2 or not all(0 <= tokens < math.inf for tokens in self.thresholds):
         raise ValueError(f'Adaptive: thresholds {self.thresholds} came; needed are two numbers, at least 0.')
     if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
       raise ValueError(f'Adaptive: sizes {self.sizes} came; needed are ascending ones, at least 1, num_nodes the last.')

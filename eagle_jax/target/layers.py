@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.device import precision
 from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device, row_major
 from eagle_jax.target import attention_tpu
 from eagle_jax.target.quantised import Quantised
@@ -20,16 +21,11 @@ FEW_ROWS = 16
 MANY_ROWS = 1024  # whose scores may exist at a time: those of all rows would be the largest array of a long prefill
 
 
-def _precision(dtype):
-  """float32 is the truth: full precision on every backend, no TF32 and no bf16 passes."""
-  return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
 def float32_product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
   """`einsum` of two arrays of one dtype, added up and returned in float32."""
 
   def product(a, b):
-    return jnp.einsum(subscripts, a, b, precision=_precision(a.dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum(subscripts, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
 
   def product_on_cpu(a, b):  # XLA:CPU has no product of bfloat16 that gives float32, in some shapes
     return product(a.astype(jnp.float32), b.astype(jnp.float32))
@@ -50,7 +46,7 @@ class Linear(nn.Module):
     if isinstance(weight_OI, Quantised):
       y_OR = weight_OI.times(x_IR).astype(x_IR.dtype)
     else:
-      y_OR = jnp.tensordot(weight_OI, x_IR, axes=1, precision=_precision(x_IR.dtype))
+      y_OR = jnp.tensordot(weight_OI, x_IR, axes=1, precision=precision(x_IR.dtype))
     if self.use_bias:
       y_OR += self.param('bias', nn.initializers.zeros, self.outputs, x_IR.dtype)[..., None]
     return y_OR
@@ -139,7 +135,7 @@ def scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
 def mixed(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
   """[B, G, J, T, K]: values in the proportions of the weights."""
   weight_BGJTS = weight_BGJTS.astype(values_BGSK.dtype)
-  return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=_precision(values_BGSK.dtype))
+  return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=precision(values_BGSK.dtype))
 
 
 class Mix(Protocol):
@@ -241,7 +237,7 @@ class OverCache(NamedTuple):
     """The same in a kernel, on each device for its own heads and batch rows."""
     arrays = q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length
     axes = (*CACHE_AXES, None), CACHE_AXES, CACHE_AXES, ('batch', None, None), CACHE_AXES, CACHE_AXES, ('batch',)
-    run = functools.partial(attention_tpu.attend, precision=_precision(q_BGJTK.dtype))
+    run = functools.partial(attention_tpu.attend, precision=precision(q_BGJTK.dtype))
     return on_each_device(run, arrays, axes)
 
 

@@ -45,9 +45,11 @@ def read_configuration(path: str, variant: str | None = None, *, shapes_alone: b
 
 
 def _executed(path: str) -> dict[str, Any]:
+  if Path(path).expanduser().is_dir():
+    raise ValueError(f'{path} is a folder: give a configuration, such as those in configs/.')
   try:
     return runpy.run_path(str(Path(path).expanduser()))
-  except ValueError as error:
+  except (ValueError, ImportError) as error:
     raise ValueError(f'{path}: {error}') from error
   except TypeError as error:  # Recipe.__init__() got an unexpected keyword argument 'rows'
     kind = _KINDS.get(str(error).partition('.')[0])

@@ -1,5 +1,6 @@
 """Folders of config.json + safetensors: what they describe and the tensors they hold."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -59,6 +60,17 @@ def read_json(path: Path) -> dict[str, Any]:
   return content
 
 
+@contextlib.contextmanager
+def naming_config(folder: Path) -> Iterator[None]:
+  """What a config.json's values make fail is a ValueError that names it."""
+  try:
+    yield
+  except (TypeError, AttributeError, ArithmeticError, ValueError) as error:
+    if isinstance(error, ValueError) and str(folder) in str(error):
+      raise
+    raise ValueError(f'{folder}/config.json has a value that cannot be: {error}') from error
+
+
 def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
   """Yields (name, array) from model.safetensors, from the shards that model.safetensors.index.json names, or, where
   there are neither, from pytorch_model.bin."""
@@ -87,25 +99,26 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
   Raises:
     ValueError: a family that is not in `FAMILIES`, a variant of one that is not supported, or missing fields.
   """
-  if content.get('model_type') not in FAMILIES:
-    raise ValueError(
-      f'{folder}: model_type {content.get("model_type")!r} is not supported; one of {sorted(FAMILIES)} is.'
+  with naming_config(folder):
+    if content.get('model_type') not in FAMILIES:
+      raise ValueError(
+        f'{folder}: model_type {content.get("model_type")!r} is not supported; one of {sorted(FAMILIES)} is.'
+      )
+    family = FAMILIES[content['model_type']]
+    _refuse_variants(folder, content, family)
+    return TargetConfig(
+      **llama_fields(folder, content, family, 'max_position_embeddings'),
+      max_context=int(content['max_position_embeddings']),
+      tied_head=bool(content.get('tie_word_embeddings', False)),
+      qkv_bias=family.qkv_bias,
+      qk_norm=family.qk_norm,
+      window=content.get('sliding_window', family.window) if family.is_windowed else None,
+      num_experts=int(content['num_local_experts']) if family.is_routed else 0,
+      experts_per_token=int(content['num_experts_per_tok']) if family.is_routed else 0,
+      eos_ids=_eos_ids(folder, content),
+      num_layers=int(content['num_hidden_layers']),
+      name=folder.name,
     )
-  family = FAMILIES[content['model_type']]
-  _refuse_variants(folder, content, family)
-  return TargetConfig(
-    **llama_fields(folder, content, family, 'max_position_embeddings'),
-    max_context=int(content['max_position_embeddings']),
-    tied_head=bool(content.get('tie_word_embeddings', False)),
-    qkv_bias=family.qkv_bias,
-    qk_norm=family.qk_norm,
-    window=content.get('sliding_window', family.window) if family.is_windowed else None,
-    num_experts=int(content['num_local_experts']) if family.is_routed else 0,
-    experts_per_token=int(content['num_experts_per_tok']) if family.is_routed else 0,
-    eos_ids=_eos_ids(folder, content),
-    num_layers=int(content['num_hidden_layers']),
-    name=folder.name,
-  )
 
 
 def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
@@ -114,7 +127,10 @@ def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
   eos = read_json(path).get('eos_token_id') if path.is_file() else None
   if eos is None:
     eos = content.get('eos_token_id')
-  return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+  eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+  if not all(isinstance(token, int) for token in eos_ids):
+    raise ValueError(f'{folder}: eos_token_id is {eos!r}; an integer, or a list of integers, is needed.')
+  return eos_ids
 
 
 def llama_fields(folder: Path, content: Mapping[str, Any], family: Family, *also_needed: str) -> dict[str, Any]:
@@ -164,7 +180,8 @@ def _rope(
     raise ValueError(f'{folder}: RoPE scaling {kind!r} is not supported; one of {sorted(_ROPE_NEEDS)} is.')
   if missing := [name for name in _ROPE_NEEDS[kind] if settings.get(name) is None]:
     raise ValueError(f'{folder}/config.json lacks {missing} of RoPE scaling {kind!r}: fetch the whole file again.')
-  theta = float(settings.get('rope_theta', content.get('rope_theta', default_theta)))
+  bases = settings.get('rope_theta'), content.get('rope_theta'), default_theta
+  theta = float(next(base for base in bases if base is not None))
   if kind == 'llama3':
     return theta, llama3_slowdown(theta, head_dim, *(float(settings[name]) for name in _ROPE_NEEDS[kind]))
   return theta, (float(settings['factor']),) * (head_dim // 2) if kind == 'linear' else ()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
-from eagle_jax.weights.folder import FAMILIES, llama_fields, read_json, read_tensors
+from eagle_jax.weights.folder import FAMILIES, llama_fields, naming_config, read_json, read_tensors
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.naming import canonical, drafter_table
 
@@ -36,12 +36,13 @@ def read_head_config(folder: Path, content: Mapping[str, Any]) -> HeadConfig:
   Raises:
     ValueError: another kind of drafter, missing or unknown fields.
   """
-  if 'kind' in content:
-    return _own_config(folder, content)
-  if 'speculators_model_type' in content:
-    content = _without_speculators(folder, content)
-  is_eagle3 = content.get('draft_vocab_size') is not None or 'eagle3' in str(content.get('architectures')).lower()
-  return _eagle3_config(folder, content) if is_eagle3 else _eagle_config(folder, content)
+  with naming_config(folder):
+    if 'kind' in content:
+      return _own_config(folder, content)
+    if 'speculators_model_type' in content:
+      content = _without_speculators(folder, content)
+    is_eagle3 = content.get('draft_vocab_size') is not None or 'eagle3' in str(content.get('architectures')).lower()
+    return _eagle3_config(folder, content) if is_eagle3 else _eagle_config(folder, content)
 
 
 def read_head_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -62,10 +63,7 @@ def _own_config(folder: Path, content: Mapping[str, Any]) -> HeadConfig:
     raise ValueError(f'{folder}/config.json lacks {missing}: save the drafter again with save_drafter.')
   if unknown := sorted(given.keys() - known):
     raise ValueError(f'{folder}/config.json has unknown fields {unknown}; known are {sorted(known)}.')
-  try:
-    return form(**given)
-  except TypeError as error:
-    raise ValueError(f'{folder}/config.json has a field of the wrong type: {error}.') from error
+  return form(**given)
 
 
 def own_content(config: HeadConfig) -> dict[str, Any]:
