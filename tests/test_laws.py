@@ -382,6 +382,8 @@ def test_each_row_goes_through_its_likeliest_experts(num_rows):
       silu_F = gate @ x_D / (1 + np.exp(-gate @ x_D))
       expected_D += odds_E[index] / odds_E[chosen].sum() * (down @ (silu_F * (up @ x_D)))
     np.testing.assert_allclose(out_D, expected_D, rtol=1e-5, atol=1e-6)
+  is_asked = ' cond[' in str(jax.make_jaxpr(network.apply)(variables, x_DR))
+  assert is_asked == (num_rows == 1)  # of nine rows with two experts of four each, some choose every one
 
 
 def test_what_another_rows_expert_makes_of_a_row_does_not_count():

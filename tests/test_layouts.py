@@ -132,6 +132,9 @@ def test_what_a_layout_cannot_say_is_an_error(target, tmp_path, changes, layout,
 def test_ids_of_a_head_of_its_own_cannot_be_chosen():
   with pytest.raises(ValueError, match='head of its own'):
     HEADS['eagle3'].with_ids([1, 2])
+  for ids in ([1, 1], [0, -1], [10_000]):
+    with pytest.raises(ValueError, match='distinct ones are needed, 0 ..'):
+      HEADS['eagle'].with_ids(ids)
 
 
 SPECULATORS = {'architectures': ['EagleSpeculator'], 'speculators_model_type': 'eagle'}

@@ -61,7 +61,8 @@ class Drafter:
       raise ValueError(
         f'Drafter {self.config.name!r} has a head of its own, for ids of its own: they cannot be chosen.'
       )
-    if len({*np.asarray(ids).tolist()} & {*range(self.config.vocab_size)}) < len(ids):
+    known_U = np.asarray(ids)
+    if len(np.unique(known_U[(known_U >= 0) & (known_U < self.config.vocab_size)])) < len(ids):
       raise ValueError(f'{len(ids)} ids came; distinct ones are needed, 0 .. {self.config.vocab_size - 1}.')
     config = dataclasses.replace(self.config, draft_vocab_size=len(ids))
     return Drafter(config, {**self.params, 'ids': jnp.asarray(ids, jnp.int32)})

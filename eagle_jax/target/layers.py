@@ -291,9 +291,9 @@ def routed(logits_ER: jax.Array, experts_per_token: int) -> jax.Array:
 class Experts(nn.Module):
   """Each row through the few of E SwiGLUs that a router chooses for it (Mixtral, arXiv:2401.04088).
 
-  An expert that no row chose is not even read: what a pass over a few rows costs is weights. One that some row chose
-  runs over all rows, so shapes are static; for a pass over many rows that is E / experts_per_token times the arithmetic
-  needed.
+  An expert runs over all rows, so shapes are static; for a pass over many rows that is E / experts_per_token times the
+  arithmetic needed. One that none of a few rows chose is not even read: what their pass costs is weights. Of many rows
+  some choose each expert, and to ask would only cost: on a GPU each condition waits for the host.
   """
 
   config: Any  # a `TargetConfig`
@@ -302,6 +302,7 @@ class Experts(nn.Module):
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     c = self.config
     share_ER = routed(Linear((c.num_experts,), name='router')(x_DR), c.experts_per_token)
+    is_asked = x_DR.shape[1] * c.experts_per_token <= 4 * c.num_experts and not self.is_initializing()
     out_DR = jnp.zeros_like(x_DR)
     for index in range(c.num_experts):
       share_1R = share_ER[index : index + 1]
@@ -312,10 +313,10 @@ class Experts(nn.Module):
         return out_DR + own_DR.astype(out_DR.dtype)
 
       expert = SwiGLU(c.ffn_width, name=f'expert_{index}')
-      if self.is_initializing():  # all of them must have parameters
-        out_DR = add(expert, out_DR)
-      else:
+      if is_asked:
         out_DR = nn.cond((share_1R > 0).any(), add, lambda _, out_DR: out_DR, expert, out_DR)
+      else:
+        out_DR = add(expert, out_DR)
     return out_DR
 
 
