@@ -36,10 +36,10 @@ def verify_rows(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, m
   """`verify` of every row, by the target's own choices."""
 
   def verify_row(tree, logits_VT, sampling, row_id, length):
-    def choose_after(node, node_depth):
-      return choose(logits_VT[:, node], sampling, row_id, length + node_depth + 1)
+    def choose_after(logits_V, node_depth):
+      return choose(logits_V, sampling, row_id, length + node_depth + 1)
 
-    return verify(tree, choose_after, max_depth=max_depth)
+    return verify(tree, logits_VT, choose_after, max_depth=max_depth)
 
   in_axes = (0, 1, state.sampling.row_axes(), 0, 0)
   return jax.vmap(verify_row, in_axes)(tree, logits_VBT, state.sampling, state.row_id, state.cache.length)

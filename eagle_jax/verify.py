@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ class Verdict(NamedTuple):
   num_accepted: jax.Array  # [] i32, drafted tokens accepted: 0 .. P-1
 
 
-def verify(tree: DraftTree, choose: Callable, *, max_depth: int) -> Verdict:
+def verify(tree: DraftTree, shown: Any, choose: Callable, *, max_depth: int) -> Verdict:
   """Follows the target's own choices from the root for as long as the tree holds them.
 
   One row; batch with `jax.vmap`. Lossless for any tree: every visited node is a prefix of the target's own text, and
@@ -26,7 +26,8 @@ def verify(tree: DraftTree, choose: Callable, *, max_depth: int) -> Verdict:
 
   Args:
     tree: drafted nodes.
-    choose: (node, depth) -> [] i32, the target's token after `node`, which lies `depth` edges below the root.
+    shown: what the target showed at each node: its logits, [V, T], or any pytree of arrays [.., T].
+    choose: (what it showed at a node, depth) -> [] i32, its token after a node that lies `depth` edges below the root.
     max_depth: edges on the longest path, static; P = max_depth + 1.
 
   Returns:
@@ -37,10 +38,10 @@ def verify(tree: DraftTree, choose: Callable, *, max_depth: int) -> Verdict:
   """
   ways = {'default': walk, 'cuda': at_once, 'rocm': at_once}
   ways = {platform: functools.partial(way, choose=choose, max_depth=max_depth) for platform, way in ways.items()}
-  return jax.lax.platform_dependent(tree, **ways)
+  return jax.lax.platform_dependent(tree, shown, **ways)
 
 
-def walk(tree: DraftTree, *, choose: Callable, max_depth: int) -> Verdict:
+def walk(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
   """`verify` from node to node: the target chooses only where it comes, for choosing reads a whole vocabulary."""
   num_nodes, max_path = tree.token.shape[0], max_depth + 1
 
@@ -50,7 +51,7 @@ def walk(tree: DraftTree, *, choose: Callable, max_depth: int) -> Verdict:
 
   def visit(walk):
     node, num_visited, path_P, token_P = walk
-    choice = choose(node, num_visited)
+    choice = choose(jax.tree.map(lambda x: x[..., node], shown), num_visited)
     child_T = (tree.parent == node) & (tree.token == choice)
     child = jnp.where(child_T.any(), jnp.argmax(child_T).astype(jnp.int32), num_nodes)
     return child, num_visited + 1, path_P.at[num_visited].set(node), token_P.at[num_visited].set(choice)
@@ -65,7 +66,7 @@ def walk(tree: DraftTree, *, choose: Callable, max_depth: int) -> Verdict:
   return Verdict(path_P, token_P, num_visited - 1)
 
 
-def at_once(tree: DraftTree, *, choose: Callable, max_depth: int) -> Verdict:
+def at_once(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
   """`verify` without a loop: a node is accepted if it and all its ancestors are what was chosen after their parents.
 
   The target chooses at every node. On a GPU that is a few kernels, where each condition of a walk would wait for the
@@ -73,7 +74,7 @@ def at_once(tree: DraftTree, *, choose: Callable, max_depth: int) -> Verdict:
   """
   num_nodes, max_path = tree.token.shape[0], max_depth + 1
   node_T, mask_TT = jnp.arange(num_nodes), ancestor_mask(tree.parent, max_depth=max_depth)
-  choice_T = jax.vmap(choose)(node_T, depth(mask_TT))
+  choice_T = jax.vmap(choose, in_axes=(-1, 0))(shown, depth(mask_TT))
   is_twin_TT = (tree.parent[:, None] == tree.parent[None]) & (tree.token[:, None] == tree.token[None])
   is_first_T = ~(is_twin_TT & (node_T[None] < node_T[:, None])).any(axis=1)  # of equal siblings
   is_hit_T = is_first_T & (tree.token == jnp.take(choice_T, tree.parent, mode='clip')) | (node_T == 0)

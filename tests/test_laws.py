@@ -63,7 +63,7 @@ def test_ancestor_mask_and_depth(seed):
 @pytest.mark.parametrize('seed', SEEDS)
 def test_verify(way, seed):
   rng = np.random.default_rng(seed)
-  tree = random_tree(rng, 12, 4)
+  tree = jax.tree.map(jnp.asarray, random_tree(rng, 12, 4))
   choice_TP = rng.integers(0, 3, (12, 5)).astype(np.int32)  # by node and depth: both must be handed over right
   path, token, node = [], [], 0
   while node is not None and len(path) < 5:
@@ -71,8 +71,8 @@ def test_verify(way, seed):
     token.append(choice_TP[node, len(path) - 1])
     same = [i for i in range(12) if tree.parent[i] == node and tree.token[i] == token[-1]]
     node = same[0] if same else None
-  choices = jnp.asarray(choice_TP)
-  verdict = way(jax.tree.map(jnp.asarray, tree), choose=lambda node, depth: choices[node, depth], max_depth=4)
+  choice_PT = jnp.asarray(choice_TP.T)
+  verdict = way(tree, choice_PT, choose=lambda choice_P, depth: choice_P[depth], max_depth=4)
   assert verdict.num_accepted == len(path) - 1
   np.testing.assert_array_equal(verdict.path, path + [12] * (5 - len(path)))
   np.testing.assert_array_equal(verdict.token, token + [NO_TOKEN] * (5 - len(token)))
@@ -83,7 +83,7 @@ def test_verify_reaches_every_length(way):
   """A chain 0-1-2-3 of tokens 5: the target agrees `n` times."""
   tree = DraftTree(jnp.full(4, 5), jnp.asarray([NO_PARENT, 0, 1, 2]), jnp.zeros(4))
   for n in range(4):
-    verdict = way(tree, choose=lambda node, depth, n=n: jnp.where(depth < n, 5, 6), max_depth=3)
+    verdict = way(tree, (), choose=lambda _, depth, n=n: jnp.where(depth < n, 5, 6), max_depth=3)
     assert verdict.num_accepted == n
     assert verdict.token.tolist() == [5] * n + [6] + [NO_TOKEN] * (3 - n)
 
@@ -156,7 +156,7 @@ def test_grow_and_rerank(policy, nan):
     np.testing.assert_array_equal(mask_TT, ancestor_mask(tree.parent, max_depth=policy.num_nodes))
     if nan == 1:
       assert token_T == [9] + [NO_TOKEN] * (policy.num_nodes - 1)
-      assert verify(tree, lambda node, depth: jnp.int32(3), max_depth=policy.max_depth).num_accepted == 0
+      assert verify(tree, (), lambda _, depth: jnp.int32(3), max_depth=policy.max_depth).num_accepted == 0
 
 
 @pytest.mark.parametrize('template', [EAGLE1_PATHS, *(p.paths for p in POLICIES[-2:])], ids=len)

@@ -318,10 +318,11 @@ def noise_of_the(key):
 
   def verify_rows(tree, logits_VBT, state, *, max_depth):
     def verify_row(tree, logits_VT, row_id, length, num_passes):
-      def choose_after(node, node_depth):
-        return choose(logits_VT[:, node], state.sampling, row_id, key(length, node, node_depth, num_passes))
+      def choose_after(shown, node_depth):
+        logits_V, node = shown
+        return choose(logits_V, state.sampling, row_id, key(length, node, node_depth, num_passes))
 
-      return verify(tree, choose_after, max_depth=max_depth)
+      return verify(tree, (logits_VT, jnp.arange(logits_VT.shape[1])), choose_after, max_depth=max_depth)
 
     rows = tree, logits_VBT, state.row_id, state.cache.length, state.num_passes
     return jax.vmap(verify_row, in_axes=(0, 1, 0, 0, 0))(*rows)
@@ -329,8 +330,8 @@ def noise_of_the(key):
   return verify_rows
 
 
-def without_a_walk(tree, choose, *, max_depth):
-  return at_once(tree, choose=choose, max_depth=max_depth)
+def without_a_walk(tree, shown, choose, *, max_depth):
+  return at_once(tree, shown, choose=choose, max_depth=max_depth)
 
 
 right_depth, right_mask, right_rows = loop.depth, loop.ancestor_mask, NewRows.at
