@@ -83,10 +83,10 @@ class _HeadSizes:
   draft_vocab_size: int | None = dataclasses.field(default=None, kw_only=True)  # U of the target's ids; None: all
 
   def _require_sizes(self) -> None:
-    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'num_ids')
+    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
     _require_positive(self, 'norm_eps', 'rope_theta', kind=numbers.Real)
     _require_heads(self)
-    if not 1 <= self.num_ids <= self.vocab_size:
+    if not (isinstance(self.num_ids, numbers.Integral) and 1 <= self.num_ids <= self.vocab_size):
       raise ValueError(
         f'{type(self).__name__}: draft_vocab_size is {self.draft_vocab_size}; 1 .. vocab_size, {self.vocab_size}, or '
         'None for all, is needed.'

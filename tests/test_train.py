@@ -554,7 +554,7 @@ def test_a_bfloat16_recipe_trains_beside_a_bfloat16_target(target, tmp_path):
   assert other['cross_entropy_0'] == pytest.approx(one['cross_entropy_0'], rel=0.01)
 
 
-@pytest.mark.parametrize('draft_vocab_size', [0, -1, 32])
+@pytest.mark.parametrize('draft_vocab_size', [0, -1, 32, 3.5])
 def test_a_draft_vocabulary_is_a_part_of_the_target_s(draft_vocab_size):
   with pytest.raises(ValueError, match=f'draft_vocab_size is {draft_vocab_size}; 1 .. vocab_size, 31, or None'):
     dataclasses.replace(DRAFTER, draft_vocab_size=draft_vocab_size)
