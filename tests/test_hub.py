@@ -336,8 +336,8 @@ def test_bad_drafters(tmp_path, target, drafter):
   for changed, message in (
     (content | {'kind': 'medusa'}, "kind 'medusa'"),
     ({name: value for name, value in content.items() if name != 'norm_eps'}, r"lacks \['norm_eps'\]"),
-    (content | {'width': '32'}, 'width'),
-    (content | {'norm_eps': math.nan}, 'norm_eps'),
+    (content | {'width': '32'}, "these fields must be positive integers: {'width': '32'}"),
+    (content | {'norm_eps': math.nan}, "these fields must be positive numbers: {'norm_eps': nan}"),
     (content | {'kind': []}, 'unhashable'),
     (content | {'depth': 3}, r"unknown fields \['depth'\]"),
     (HF_CONFIG | {'draft_vocab_size': 5}, 'reads the inputs of layers'),  # an EAGLE-3 head

@@ -64,6 +64,9 @@ class Drafter:
     known_U = np.asarray(ids)
     if len(np.unique(known_U[(known_U >= 0) & (known_U < self.config.vocab_size)])) < len(ids):
       raise ValueError(f'{len(ids)} ids came; distinct ones are needed, 0 .. {self.config.vocab_size - 1}.')
+    return self._drafting(ids)
+
+  def _drafting(self, ids: Any) -> 'Drafter':
     config = dataclasses.replace(self.config, draft_vocab_size=len(ids))
     return Drafter(config, {**self.params, 'ids': jnp.asarray(ids, jnp.int32)})
 
@@ -72,7 +75,9 @@ class Drafter:
     the most frequent. Without ids of its own, the first of the target's."""
     if num_ids >= self.config.num_ids:
       return self
-    return self.with_ids(self.params['ids'][:num_ids] if 'ids' in self.params else jnp.arange(num_ids))
+    if self.has_own_head or 'ids' not in self.params:
+      return self.with_ids(np.arange(num_ids))
+    return self._drafting(self.params['ids'][:num_ids])  # checked already, and each request comes here
 
 
 @functools.partial(jax.jit, static_argnames='width')
