@@ -179,6 +179,12 @@ def _read_log(path: Path, settings: Mapping[str, Any]) -> dict[tuple, Answered]:
   return {(a.task, a.question_id, a.turn, a.temperature, a.repeat): a for a in answered}
 
 
+def num_same(plain: Sequence[int], spec: Sequence[int]) -> int:
+  """Tokens before the first that differs, or that only one text has."""
+  pairs = zip(plain, spec, strict=False)
+  return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(spec)))
+
+
 def gap_where_they_part(
   target: Target, prompt: Sequence[int], plain: Sequence[int], spec: Sequence[int], sampling: Sampling, row_id: int
 ) -> float | None:
@@ -188,8 +194,7 @@ def gap_where_they_part(
   """
   if list(plain) == list(spec):
     return None
-  same = next((i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b), min(len(plain), len(spec)))
-  context = [*prompt, *plain[:same]]
+  context = [*prompt, *plain[: num_same(plain, spec)]]
   network = TransformerTarget(target.config, target.dtype)
   taps = network.read(target.params, jnp.asarray([context]))
   logits_V = network.logits(target.params, taps)[:, 0, -1]

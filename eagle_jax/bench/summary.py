@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_jax.bench.measure import NEAR_TIE, Answered, Timed
+from eagle_jax.bench.measure import NEAR_TIE, Answered, Timed, num_same
 from eagle_jax.draft.policy import TreePolicy
 from eagle_jax.train.replay import Traced
 from eagle_jax.weights.files import replacing
@@ -59,7 +59,7 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
     'levels_per_pass': _by_pass(answers, 'levels_per_pass'),
     'near_ties': sum(gap < NEAR_TIE for gap in gaps),
     'far_apart': sum(gap >= NEAR_TIE for gap in gaps),
-    'differing': len(gaps) / max(sum(map(num_compared, answers)), 1),
+    'differing': len(gaps) / max(len(gaps) + sum(num_same(a.plain.tokens, a.spec.tokens) for a in answers), 1),
     'plain_spread': _spread(answers, 'plain'),
     'spec_spread': _spread(answers, 'spec'),
     'acceptance': [None if np.isnan(share) else share for share in trace.acceptance],
@@ -67,12 +67,6 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
     'repetition': repetition(answer.plain.tokens for answer in answers),
     'not_in_tau_paper': tau_paper(answers)[1],
   }
-
-
-def num_compared(answer: Answered) -> int:
-  """Tokens up to the first that differs, included."""
-  pairs = zip(answer.plain.tokens, answer.spec.tokens, strict=False)
-  return next((n for n, (a, b) in enumerate(pairs, start=1) if a != b), len(answer.plain.tokens))
 
 
 def traced(answers: Iterable[Answered], policy: TreePolicy) -> Traced:
