@@ -367,6 +367,20 @@ ROUTED = TargetConfig(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize('num_columns', [1, 4])
+@pytest.mark.parametrize(
+  ('shape', 'is_small'),
+  [((4, 64, 256), True), ((300, 256), True), ((8, 2048), False), ((1030, 256), False), ((255, 300), False)],
+)
+def test_a_small_matrix_times_one_column_is_its_parts(shape, is_small, num_columns):
+  rng = np.random.default_rng(0)
+  weight_OI = rng.normal(size=shape).astype(np.float32)
+  x_IR = rng.normal(size=(shape[-1], num_columns)).astype(np.float32)
+  np.testing.assert_allclose(layers.applied(weight_OI, x_IR), np.matmul(weight_OI, x_IR), rtol=1e-4, atol=1e-4)
+  is_in_parts = 'platform_index' in str(jax.make_jaxpr(layers.applied)(weight_OI, x_IR))
+  assert is_in_parts == (is_small and num_columns == 1)
+
+
 @pytest.mark.parametrize('num_rows', [1, 9])
 def test_each_row_goes_through_its_likeliest_experts(num_rows):
   x_DR = np.random.default_rng(num_rows).standard_normal((6, num_rows)).astype(np.float32)
