@@ -66,8 +66,7 @@ class Linear(nn.Module):
   def __call__(self, x_IR: jax.Array) -> jax.Array:
     init = nn.initializers.lecun_normal(in_axis=-1, out_axis=range(len(self.outputs)))
     weight_OI = self.param('weight', init, (*self.outputs, x_IR.shape[0]), x_IR.dtype)
-    is_quantised = isinstance(weight_OI, Quantised)
-    y_OR = weight_OI.times(x_IR).astype(x_IR.dtype) if is_quantised else applied(weight_OI, x_IR)
+    y_OR = weight_OI.times(x_IR).astype(x_IR.dtype) if isinstance(weight_OI, Quantised) else applied(weight_OI, x_IR)
     if self.use_bias:
       y_OR += self.param('bias', nn.initializers.zeros, self.outputs, x_IR.dtype)[..., None]
     return y_OR
