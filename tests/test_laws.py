@@ -361,12 +361,6 @@ def test_what_the_kernel_of_tpus_leaves():
   assert not takes(dtype=jnp.float16)
 
 
-ROUTED = TargetConfig(
-  vocab_size=7, width=6, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_width=5, max_context=8,
-  num_experts=4, experts_per_token=2,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize('num_columns', [1, 4])
 @pytest.mark.parametrize(
   ('shape', 'is_small'),
@@ -379,6 +373,12 @@ def test_a_small_matrix_times_one_column_is_its_parts(shape, is_small, num_colum
   np.testing.assert_allclose(layers.applied(weight_OI, x_IR), np.matmul(weight_OI, x_IR), rtol=1e-4, atol=1e-4)
   is_in_parts = 'platform_index' in str(jax.make_jaxpr(layers.applied)(weight_OI, x_IR))
   assert is_in_parts == (is_small and num_columns == 1)
+
+
+ROUTED = TargetConfig(
+  vocab_size=7, width=6, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_width=5, max_context=8,
+  num_experts=4, experts_per_token=2,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize('num_rows', [1, 9])
