@@ -8,19 +8,24 @@ Needs JAX's CUDA plugin (extra: gpu), and minutes on two cores:
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from eagle_jax.bench import compiled, described, shapes
 from eagle_jax.bench.compiled import ShapedPair
 from eagle_jax.bench.hlo import bytes_moved, num_kernels
+from eagle_jax.bench.tune import Blank
 from eagle_jax.draft.drafter import NoDrafter
 from eagle_jax.draft.policy import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.loop import decode_loop, decode_step
 from eagle_jax.sharding import make_mesh
+from eagle_jax.target import attention_gpu
 
 pytestmark = pytest.mark.gpu_aot
 
+KERNEL = 'custom_call_target="mosaic_gpu'
 SMALL = DynamicTree(4, 4, 3, 12, lookup=True)
 FAMILIES = {
   'llama': {},
@@ -59,6 +64,39 @@ def test_smollm2_compiles(devices, policy, dtype):
   compile_loop(ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=96, dtype=dtype), policy)
 
 
+@pytest.mark.parametrize(
+  ('B', 'G', 'J', 'T', 'M', 'K', 'S'),
+  [(1, 8, 4, 60, 60, 128, 1024), (2, 3, 3, 10, 40, 64, 192), (3, 2, 1, 1, 1, 128, 64)],
+)
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_what_the_kernel_takes_compiles(devices, B, G, J, T, M, K, S, dtype):
+  mesh = make_mesh(devices[:1])
+
+  def shape(*lengths, dtype=dtype):
+    return jax.ShapeDtypeStruct(lengths, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+  q, new, slots = shape(B, G, J, T, K), shape(B, G, M, K), shape(B, G, S, K)
+  mask_BTM, length_B = shape(B, T, M, dtype=jnp.bool), shape(B, dtype=jnp.int32)
+  with jax.set_mesh(mesh):
+    assert attention_gpu.takes(q, new, slots)
+    run = jax.jit(attention_gpu.attend).lower(q, new, new, mask_BTM, slots, slots, length_B)
+    assert KERNEL in run.compile().as_text()
+
+
+def test_a_target_pass_has_few_kernels_a_layer(devices):
+  """One product leaves rows, and so does attention: nothing is transposed between them."""
+
+  def kernels(num_layers):
+    target, drafter = shapes.configs('llama3_8b', draft_vocab_size=64)
+    pair = ShapedPair(dataclasses.replace(target, num_layers=num_layers), drafter, make_mesh(devices[:1]))
+    _, state = pair.prefill(pair.spec(SMALL))
+    hlo = pair.compile(decode_step, state._replace(drafter=()), pair.spec(SMALL, Blank())).as_text()
+    assert hlo.count(KERNEL) == num_layers
+    return num_kernels(hlo)
+
+  assert kernels(3) - kernels(2) <= 20
+
+
 @pytest.mark.parametrize(('num_model', 'batch'), [(4, 1), (2, 8)])
 def test_a_mesh_of_gpus_compiles(devices, num_model, batch):
   mesh = make_mesh(devices, num_model=num_model)
@@ -73,7 +111,7 @@ def test_a_mesh_of_gpus_gathers_no_keys(devices):
   hlo = pair.compile(decode_step, state, pair.spec(SMALL)).as_text()
   gathered = re.findall(r'= (.*?) all-gather-start', hlo)
   assert gathered
-  assert not [shape for shape in gathered if re.search(rf',{target.head_dim}\]', shape)]
+  assert not [shape for shape in gathered if re.search(rf'\d,\d+,{target.head_dim}\]', shape)]  # a row has two
 
 
 def test_a_commit_is_few_kernels_whatever_the_batch(devices):

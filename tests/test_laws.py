@@ -13,11 +13,11 @@ from eagle_jax import sampling
 from eagle_jax.config import TargetConfig
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.economy import Economy, Gains, Prices, best_size, is_level_worth
-from eagle_jax.draft.grow import Children, grow
+from eagle_jax.draft.grow import Children, grow, likeliest_of_parts
 from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.loop import num_rows
 from eagle_jax.request import MAX_TEMPERATURE, MIN_TOP_P
-from eagle_jax.target import attention_tpu, layers
+from eagle_jax.target import attention_tpu, layers, products
 from eagle_jax.target.layers import Experts, OverCache, SwiGLU
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from eagle_jax.verify import at_once, verify, walk
@@ -332,7 +332,7 @@ def test_the_kernel_of_tpus_sees_the_same(num_slots, length_B, num_earlier, num_
   rows = (jnp.asarray(q[..., :num_rows, :]), *map(jnp.asarray, new_BGMK))
   mask = jnp.asarray(mask_BTM[:, :num_rows, : num_earlier + num_rows])
   mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B, jnp.int32), mask)
-  out = attention_tpu.attend(*rows, mix.mask, mix.keys, mix.values, mix.length, precision='highest', interpret=True)
+  out = attention_tpu.attend(*rows, mix.mask, mix.keys, mix.values, mix.length, interpret=True)
   np.testing.assert_allclose(out, mix.attend(*rows), rtol=2e-5, atol=1e-6)
 
 
@@ -370,9 +370,28 @@ def test_a_small_matrix_times_one_column_is_its_parts(shape, is_small, num_colum
   rng = np.random.default_rng(0)
   weight_OI = rng.normal(size=shape).astype(np.float32)
   x_IR = rng.normal(size=(shape[-1], num_columns)).astype(np.float32)
-  np.testing.assert_allclose(layers.applied(weight_OI, x_IR), np.matmul(weight_OI, x_IR), rtol=1e-4, atol=1e-4)
-  is_in_parts = 'platform_index' in str(jax.make_jaxpr(layers.applied)(weight_OI, x_IR))
-  assert is_in_parts == (is_small and num_columns == 1)
+  np.testing.assert_allclose(products.applied(weight_OI, x_IR), np.matmul(weight_OI, x_IR), rtol=1e-4, atol=1e-4)
+  lowered = jax.jit(products.applied).lower(weight_OI, x_IR).as_text()
+  assert ('batching_dims' in lowered) == (is_small and num_columns == 1)
+
+
+@pytest.mark.parametrize('shape', [(5, 7), (4, 3, 7)])
+def test_a_product_in_rows_is_the_product(shape):
+  rng = np.random.default_rng(0)
+  weight_OI, x_IR = rng.normal(size=shape).astype(np.float32), rng.normal(size=(7, 6)).astype(np.float32)
+  np.testing.assert_allclose(products.in_rows(weight_OI, x_IR), np.matmul(weight_OI, x_IR), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('size', [513, 1024, 1500])
+def test_the_likeliest_of_parts_are_the_likeliest(size):
+  rng = np.random.default_rng(size)
+  log_p_RU = np.stack([
+    rng.normal(size=size),
+    rng.integers(0, 4, size),  # equal ones: the first count
+    np.where(rng.random(size) < 0.005, 0.0, -np.inf),  # fewer than are asked for
+  ]).astype(np.float32)  # fmt: skip
+  for found, expected in zip(likeliest_of_parts(log_p_RU, 10), jax.lax.top_k(log_p_RU, 10), strict=True):
+    np.testing.assert_array_equal(found, expected)
 
 
 ROUTED = TargetConfig(
@@ -396,7 +415,7 @@ def test_each_row_goes_through_its_likeliest_experts(num_rows):
       silu_F = gate @ x_D / (1 + np.exp(-gate @ x_D))
       expected_D += odds_E[index] / odds_E[chosen].sum() * (down @ (silu_F * (up @ x_D)))
     np.testing.assert_allclose(out_D, expected_D, rtol=1e-5, atol=1e-6)
-  is_asked = ' cond[' in str(jax.make_jaxpr(network.apply)(variables, x_DR))
+  is_asked = ' conditional(' in jax.jit(network.apply).lower(variables, x_DR).compile().as_text()
   assert is_asked == (num_rows == 1)  # of nine rows with two experts of four each, some choose every one
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from eagle_jax.device import precision
+
 LANES = 128  # that a TPU keeps the last dimension in: a shorter one is copied into as many before a kernel reads it
 MAX_BLOCK = 512  # slots
 MAX_SCORES = 2**19  # of a block: 2 MB
@@ -44,7 +46,6 @@ def attend(
   values_BGSK: jax.Array,
   length_B: jax.Array,
   *,
-  precision: Any,
   interpret: Any = False,
 ) -> jax.Array:
   """[B, G, J, T, K], what T rows make of the new rows that they see, and of the committed ones.
@@ -55,7 +56,6 @@ def attend(
     mask_BTM: bool, who sees whom among these; each row sees one at least.
     keys_BGSK, values_BGSK: one layer of the cache, S > 0. Scratch in it must be finite.
     length_B: [B] i32, committed rows; all T rows see them.
-    precision: of products.
     interpret: see `pallas_call`; what a machine that is no TPU needs.
   """
   B, G, J, T, K = q_BGJTK.shape
@@ -78,7 +78,7 @@ def attend(
   column, mixture = pltpu.VMEM((n, 1), jnp.float32), pltpu.VMEM((n, K), jnp.float32)
   item_bytes = q_BGJTK.dtype.itemsize
   out_BGnK = pl.pallas_call(
-    functools.partial(_kernel, block=block, precision=precision),
+    functools.partial(_kernel, block=block, precision=precision(q_BGJTK.dtype)),
     out_shape=jax.ShapeDtypeStruct((B, G, n, K), q_BGJTK.dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,

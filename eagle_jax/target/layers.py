@@ -5,6 +5,7 @@ rows is then `W @ x`, the one product that XLA:CPU runs at memory speed for 1 to
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
@@ -13,47 +14,14 @@ import jax.numpy as jnp
 
 from eagle_jax.device import precision
 from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device, row_major
-from eagle_jax.target import attention_tpu
+from eagle_jax.target import attention_gpu, attention_tpu
+from eagle_jax.target.products import applied, float32_product
 from eagle_jax.target.quantised import Quantised
 
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
-NUM_PARTS = 4  # of a small matrix, for the cores of a CPU
-SMALL = range(2**16, 2**19)  # numbers in a matrix that is faster in parts
+KERNELS = {'tpu': attention_tpu, 'cuda': attention_gpu}  # of attention over the cache, by platform
 FEW_ROWS = 16
 MANY_ROWS = 1024  # whose scores may exist at a time: those of all rows would be the largest array of a long prefill
-
-
-def float32_product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """`einsum` of two arrays of one dtype, added up and returned in float32."""
-
-  def product(a, b):
-    return jnp.einsum(subscripts, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
-
-  def product_on_cpu(a, b):  # XLA:CPU has no product of bfloat16 that gives float32, in some shapes
-    return product(a.astype(jnp.float32), b.astype(jnp.float32))
-
-  return jax.lax.platform_dependent(a, b, cpu=product_on_cpu, default=product)
-
-
-def applied(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
-  """W x, [..., R], of arrays of one dtype; the weight's output dimensions may be several.
-
-  XLA:CPU gives a small matrix times one column to one core, and the same as a batch of parts to several: of
-  SmolLM2-135M, an output projection takes 46 us so on two cores, and whole 78. Times more columns it is faster whole.
-  """
-
-  def whole(weight_OI, x_IR):
-    return jnp.tensordot(weight_OI, x_IR, axes=1, precision=precision(x_IR.dtype))
-
-  def in_parts(weight_OI, x_IR):
-    part_POI = weight_OI.reshape(NUM_PARTS, -1, weight_OI.shape[-1])
-    x_PIR = jnp.broadcast_to(x_IR, (NUM_PARTS, *x_IR.shape))
-    return jnp.matmul(part_POI, x_PIR, precision=precision(x_IR.dtype)).reshape(*weight_OI.shape[:-1], -1)
-
-  num_outputs = weight_OI.size // weight_OI.shape[-1]
-  if x_IR.shape[1] > 1 or weight_OI.size not in SMALL or num_outputs % NUM_PARTS:
-    return whole(weight_OI, x_IR)
-  return jax.lax.platform_dependent(weight_OI, x_IR, cpu=in_parts, default=whole)
 
 
 class Linear(nn.Module):
@@ -213,8 +181,9 @@ class OverCache(NamedTuple):
     ways = {'default': self.attend}
     if q_BGJTK.shape[3] > 1:
       ways |= {'cuda': self.attend_on_gpu, 'rocm': self.attend_on_gpu}
-    if self.oldest is None and attention_tpu.takes(q_BGJTK, k_BGMK, self.keys):
-      ways['tpu'] = self.attend_on_tpu
+    for platform, kernel in KERNELS.items():
+      if self.oldest is None and kernel.takes(q_BGJTK, k_BGMK, self.keys):
+        ways[platform] = functools.partial(self.attend_in_kernel, kernel.attend)
     return jax.lax.platform_dependent(q_BGJTK, k_BGMK, v_BGMK, **ways)
 
   def attend(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
@@ -253,12 +222,11 @@ class OverCache(NamedTuple):
     weight_BGJTN = jax.nn.softmax(jnp.where(mask_BTN[:, None, None], score_BGJTN, HIDDEN))
     return mixed(weight_BGJTN, behind(self.values, v_BGMK))
 
-  def attend_on_tpu(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
+  def attend_in_kernel(self, attend: Callable, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
     """The same in a kernel, on each device for its own heads and batch rows."""
     arrays = q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length
     axes = (*CACHE_AXES, None), CACHE_AXES, CACHE_AXES, ('batch', None, None), CACHE_AXES, CACHE_AXES, ('batch',)
-    run = functools.partial(attention_tpu.attend, precision=precision(q_BGJTK.dtype))
-    return on_each_device(run, arrays, axes)
+    return on_each_device(attend, arrays, axes)
 
 
 class Attention(nn.Module):

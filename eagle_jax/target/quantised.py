@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.device import precision
+from eagle_jax.target.products import applied
 
 LARGEST = 127  # of int8, to both sides
 
@@ -48,8 +48,7 @@ def rounded(x: jax.Array, unit: jax.Array) -> jax.Array:
 
 def product_of_floats(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
   """[..., R] f32. Accelerators make floats of bytes on their way from memory."""
-  how = {'precision': precision(x_IR.dtype), 'preferred_element_type': jnp.float32}
-  return jnp.tensordot(value_OI.astype(x_IR.dtype), x_IR, axes=1, **how)
+  return applied(value_OI.astype(x_IR.dtype), x_IR, jnp.float32)
 
 
 def product_of_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
