@@ -1,8 +1,12 @@
 """Stored costs: what they model, how they are found again, and what `policy='auto'` makes of them."""
 
+import collections
 import dataclasses
+import functools
+import itertools
 import json
 import logging
+import types
 
 import jax
 import numpy as np
@@ -16,6 +20,7 @@ from eagle_jax.config import Eagle3Config
 from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between, times_of_rows
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
+from eagle_jax.program import Program
 from eagle_jax.train.replay import Nodes, Traced, trace
 
 SHORT = Times(
@@ -297,6 +302,36 @@ def test_of_draft_vocabularies_that_are_equally_fast_the_largest_is_taken():
   )  # fmt: skip
   assert tune.largest_of_the_fastest([all_ids, more, more_in_bytes, few]) == more_in_bytes
   assert tune.largest_of_the_fastest([all_ids, few]) == few
+
+
+def test_prompts_of_all_sizes_are_decoded_by_one_program_a_policy(monkeypatch):
+  """Each is run once before it is timed; what is counted is as with `generate`."""
+  target, drafter = tiny.target(), tiny.drafter()
+  prompts = [[1, 2, 3], [4] * 40, [*range(20)], [5]]
+  policies = Plain(), Chain(1, lookup=True), Chain(2, lookup=True)
+  made, loops = collections.Counter(), collections.Counter()
+
+  class Counted(Program):
+    def compile(self, *args, **static):
+      run, seconds = super().compile(*args, **static)
+      made[self._jitted.__name__] += seconds > 0
+      return (functools.partial(self.looped, run, static['spec']) if 'spec' in static else run), seconds
+
+    def looped(self, run, spec, *args):
+      loops[spec.policy] += 1
+      return run(*args)
+
+  monkeypatch.setattr(tune, 'Program', Counted)
+  monkeypatch.setattr(tune, 'time', types.SimpleNamespace(perf_counter=itertools.count().__next__))  # a loop a second
+  how = {'max_new_tokens': 9, 'costs': COSTS}
+  rates = tune.decoded(target, drafter, prompts, policies, batch=1, progress=lambda x, **_: x, **how)
+  assert made == {'run_prefill': 2, 'decode_loop': 3}  # plain decoding has no drafter's cache to fill
+  assert loops == dict.fromkeys(policies, len(prompts) + 1)
+  for one in rates:
+    stats = decode.generate(target, drafter, prompts, policy=one.policy, **how).stats
+    assert one.tau == stats['tau']
+    assert one.tok_per_s == stats['num_new_tokens'] / len(prompts)
+  assert max(one.tau for one in rates) > 1
 
 
 @pytest.mark.slow  # compiles some thirty programs

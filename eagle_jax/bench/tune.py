@@ -12,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.bench.calibration import Said, examples
-from eagle_jax.bench.measure import warm
 from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
-from eagle_jax.decode import build, generate
+from eagle_jax.decode import Work, build, generate
 from eagle_jax.device import bytes_per_s, flops_per_s, ran_on
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.loop import decode_loop
-from eagle_jax.prefill import bucket, prepare, run_prefill, slots_for
+from eagle_jax.prefill import bucket, pad_prompts, prepare, run_prefill, slots_for
 from eagle_jax.program import Program
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import mesh_of, num_devices, using
-from eagle_jax.state import Params, Spec
+from eagle_jax.sharding import fetched, mesh_of, num_devices, using
+from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.target.transformer import Target
 from eagle_jax.train.replay import Nodes, Traced, observe, require_traceable, trace
 from eagle_jax.train.shards import Example
@@ -65,9 +64,41 @@ class Blank(NoDrafter):
 Forms = Mapping[Hashable, tuple[Params, Spec]]  # what is timed, by any name
 
 
-def room(forms: Forms, *, num_prompt: int) -> int:
+def room(forms: Forms, *, num_prompt: int, max_new_tokens: int) -> int:
   """Cache slots that are enough for every form."""
-  return max(slots_for(num_prompt, bucket(NUM_CYCLES), spec) for _, spec in forms.values())
+  return max(slots_for(num_prompt, bucket(max_new_tokens), spec) for _, spec in forms.values())
+
+
+def prefilled(
+  forms: Forms, tokens_BL: np.ndarray, length_B: np.ndarray, *, fills: Program, max_new_tokens: int, eos_ids: Any
+) -> dict[Hashable, DecodeState]:
+  """First states of greedy decoding, by the forms' names, with caches of one size.
+
+  Forms of one drafter share a state: give a loop, which takes it for itself, a copy.
+
+  Args:
+    forms: of one target; of drafters that are shaped alike, only one may be among them.
+    tokens_BL: [B, L] i32, prompts padded at the end.
+    length_B: [B] i32, their lengths.
+    fills: compiles `run_prefill`.
+    max_new_tokens, eos_ids: as in `prefill.prefill`.
+  """
+  num_slots = room(forms, num_prompt=tokens_BL.shape[1], max_new_tokens=max_new_tokens)
+  how: Any = {'max_new_tokens': max_new_tokens, 'sampling': Sampling.of(), 'row_ids': None, 'eos_ids': eos_ids}
+  filled: dict[Callable, DecodeState] = {}  # by the program that filled it
+  states = {}
+  for name, (params, spec) in forms.items():
+    arguments, static = prepare(params, tokens_BL, length_B, spec=spec, **how)
+    fill, _ = fills.compile(*arguments, **static | {'num_slots': num_slots})
+    if fill not in filled:
+      filled[fill] = fill(*arguments)
+    states[name] = filled[fill]
+  return states
+
+
+def copied(state: DecodeState) -> DecodeState:
+  """A state for a loop to take, and finished: what follows is timed."""
+  return jax.block_until_ready(jax.tree.map(jnp.copy, state))
 
 
 def cycles_ms(
@@ -80,31 +111,18 @@ def cycles_ms(
   """
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
-  filled: dict[Callable, Any] = {}  # by the program that filled it; most forms share theirs
+  length_B = np.full(batch, num_prompt, np.int32)
   ready, best = {}, dict.fromkeys(forms, float('inf'))
-  num_slots = room(forms, num_prompt=num_prompt)
   fills, runs = Program(run_prefill), Program(decode_loop)
   with using(mesh_of(target.params)):
+    first = prefilled(forms, tokens_BL, length_B, fills=fills, max_new_tokens=NUM_CYCLES, eos_ids=())
     for name, (params, spec) in progress([*forms.items()], desc='compiling'):
-      arguments, static = prepare(
-        params,
-        tokens_BL,
-        np.full(batch, num_prompt, np.int32),
-        spec=spec,
-        max_new_tokens=NUM_CYCLES,
-        sampling=Sampling.of(),
-        row_ids=None,
-        eos_ids=(),
-      )
-      fill, _ = fills.compile(*arguments, **static | {'num_slots': num_slots})
-      if fill not in filled:
-        filled[fill] = fill(*arguments)
-      run, _ = runs.compile(params, filled[fill], spec=spec)
-      ready[name] = params, filled[fill], run
+      ready[name], _ = runs.compile(params, first[name], spec=spec)
     for _ in progress(range(NUM_ROUNDS), desc='rounds'):
-      for name, (params, first, run) in ready.items():
+      for name, run in ready.items():
+        params, _ = forms[name]
         for _ in range(NUM_RUNS):
-          state = jax.block_until_ready(jax.tree.map(jnp.copy, first))  # the loop takes it for itself
+          state = copied(first[name])
           start = time.perf_counter()
           state = jax.block_until_ready(run(params, state))
           best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
@@ -171,7 +189,7 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
   forms |= {(width, depth): form(DynamicTree(width, width, depth, 3, True)) for width in widths for depth in DEPTHS}
   forms |= {policy.describe(): form(policy) for policy in (shortest, *whole)}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  num_slots = room(forms, num_prompt=num_prompt)
+  num_slots = room(forms, num_prompt=num_prompt, max_new_tokens=NUM_CYCLES)
   caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_slots), spec.drafter.init(batch, num_slots)))
   target_bytes, drafter_bytes = bytes_read(params, *caches, has_tied_head=target.config.tied_head)
   return Times(
@@ -363,13 +381,31 @@ def decoded(
   costs: Costs,
   progress: Callable,
 ) -> tuple[Rate, ...]:
-  """Real decoding of the prompts, `batch` together, the policies in turn, compiled before it is timed; best first."""
+  """Real decoding of the prompts, `batch` together, the policies in turn, compiled before it is timed; best first.
+
+  All prompts are padded as the longest is, and have its cache, so that each policy is compiled once (and once more for
+  a last batch with fewer rows). A pass reads every slot: behind a short prompt it costs a little more than with
+  `generate`, with every policy, and the more the more nodes it has. Prefill is not timed.
+  """
+  longest = max(map(len, prompts))
   groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
   stats: dict[TreePolicy, list[dict[str, Any]]] = {policy: [] for policy in policies}
-  for group in progress(sorted(groups, key=lambda group: max(map(len, group))), desc='decoding'):  # by their programs
-    for policy in policies:
-      out = warm(target, drafter, group, max_new_tokens=max_new_tokens, policy=policy, costs=costs)
-      stats[policy].append(out.stats)
+  fills, runs = Program(run_prefill), Program(decode_loop)
+  with using(mesh_of(target.params)):
+    for group in progress(groups, desc='decoding'):
+      forms: Any = {policy: build(target, drafter, policy=policy, batch=len(group), costs=costs) for policy in policies}
+      padded = pad_prompts(group, longest)
+      first = prefilled(forms, *padded, fills=fills, max_new_tokens=max_new_tokens, eos_ids=None)
+      for policy, (params, spec) in forms.items():
+        run, compile_s = runs.compile(params, first[policy], spec=spec)
+        if compile_s:  # times are of a warm program
+          jax.block_until_ready(run(params, copied(first[policy])))
+        state = copied(first[policy])
+        start = time.perf_counter()
+        work = fetched(Work.of(run(params, state)))
+        stats[policy].append(work.stats(spec, {'decode_s': time.perf_counter() - start}))
+  for programs in (fills, runs):
+    programs.forget()
 
   def rate(policy: TreePolicy) -> Rate:
     num_new, seconds, num_passes = (
