@@ -18,7 +18,7 @@ _TRIES = 5
 def device_name(mesh: Mesh | None = None) -> str:
   """Kind of device; before it the sizes of a mesh; after it a CPU's number of cores, which decides what rows cost."""
   kind = jax.devices()[0].device_kind
-  cores = f'-{_num_cores()}cores' if jax.default_backend() == 'cpu' else ''
+  cores = f'-{num_cores()}cores' if jax.default_backend() == 'cpu' else ''
   return 'x'.join([*map(str, mesh.shape.values() if mesh else ()), f'{kind}{cores}'])
 
 
@@ -36,9 +36,9 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _num_cores() -> int | None:
+def num_cores() -> int:
   """That this process may use; of the whole machine where the system does not say, as on macOS."""
-  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def cpu_features() -> str:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import logging
+import threading
 import types
 
 import jax
@@ -21,6 +22,7 @@ from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabu
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
 from eagle_jax.program import Program
+from eagle_jax.sharding import make_mesh
 from eagle_jax.train.replay import Nodes, Traced, trace
 
 SHORT = Times(
@@ -332,6 +334,44 @@ def test_prompts_of_all_sizes_are_decoded_by_one_program_a_policy(monkeypatch):
     assert one.tau == stats['tau']
     assert one.tok_per_s == stats['num_new_tokens'] / len(prompts)
   assert max(one.tau for one in rates) > 1
+
+
+def test_an_accelerator_s_programs_are_compiled_several_at_a_time(monkeypatch):
+  """And each for the mesh, which a thread does not have from the one that starts it."""
+  assert tune.num_compilers() == 1  # on a CPU
+  monkeypatch.setattr(tune, 'num_cores', lambda: 2)
+  monkeypatch.setattr(tune.jax, 'default_backend', lambda: 'gpu')
+  assert tune.num_compilers() == 2
+  mesh, meshes, together = make_mesh(jax.devices()[:1]), [], threading.Barrier(2, timeout=60)
+
+  class Loop:
+    def lower(self, params, state, *, spec):
+      meshes.append(jax.sharding.get_abstract_mesh())
+      together.wait()
+      return types.SimpleNamespace(compile=lambda: (params, state, spec))
+
+  monkeypatch.setattr(tune, 'decode_loop', Loop())
+  forms, bars = {name: (f'params {name}', f'spec {name}') for name in 'abcd'}, []
+  first = {name: f'state {name}' for name in forms}
+
+  def progress(each, **how):
+    bars.append(how)
+    return each
+
+  runs = tune.compiled(forms, first, mesh=mesh, progress=progress)
+  assert runs == {name: (f'params {name}', f'state {name}', f'spec {name}') for name in forms}
+  assert meshes == [mesh.abstract_mesh] * 4
+  assert bars == [{'desc': 'compiling', 'total': 4}]
+
+
+@pytest.mark.parametrize('num_compilers', [1, 3])
+def test_forms_are_timed(monkeypatch, num_compilers):
+  monkeypatch.setattr(tune, 'num_compilers', lambda: num_compilers)
+  target, drafter = tiny.target(), tiny.drafter()
+  forms = {name: decode.build(target, drafter, policy=name) for name in (Plain(), Chain(1), Chain(2))}
+  ms = tune.cycles_ms(target, forms, batch=2, num_prompt=8, progress=lambda x, **_: x)
+  assert [*ms] == [*forms]
+  assert all(0 < one < float('inf') for one in ms.values())
 
 
 @pytest.mark.slow  # compiles some thirty programs

@@ -5,16 +5,18 @@ import datetime
 import itertools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle_jax.bench.calibration import Said, examples
 from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
 from eagle_jax.decode import Work, build, generate
-from eagle_jax.device import bytes_per_s, flops_per_s, ran_on
+from eagle_jax.device import bytes_per_s, flops_per_s, num_cores, ran_on
 from eagle_jax.draft import Outlook
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
@@ -48,6 +50,7 @@ CONTEXTS = (64, 960)  # tokens
 NUM_CYCLES = 16
 NUM_ROUNDS = 6
 NUM_RUNS = 3  # of a form in a round
+MAX_COMPILERS = 8  # threads: each takes memory, on a GPU there too, where it tries which form of a product is fastest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,29 @@ def copied(state: DecodeState) -> DecodeState:
   return jax.block_until_ready(jax.tree.map(jnp.copy, state))
 
 
+def num_compilers() -> int:
+  """Programs to compile at a time. XLA:CPU puts all cores to one; for accelerators it leaves most of them idle."""
+  return 1 if jax.default_backend() == 'cpu' else min(num_cores(), MAX_COMPILERS)
+
+
+def compiled(
+  forms: Forms, first: Mapping[Hashable, DecodeState], *, mesh: Mesh | None, progress: Callable
+) -> dict[Hashable, Callable]:
+  """Each form's decode loop from its first state, several compiled at a time: tracing takes turns, compiling does not.
+
+  No `Program`, which is for one thread, and keeps fewer.
+  """
+
+  def compile_one(name: Hashable) -> Callable:
+    params, spec = forms[name]
+    with using(mesh):  # a thread's own
+      return decode_loop.lower(params, first[name], spec=spec).compile()
+
+  with ThreadPoolExecutor(num_compilers()) as pool:
+    runs = progress(pool.map(compile_one, forms), desc='compiling', total=len(forms))
+    return dict(zip(forms, runs, strict=True))
+
+
 def cycles_ms(
   target: Target, forms: Forms, *, batch: int, num_prompt: int, progress: Callable
 ) -> dict[Hashable, float]:
@@ -112,22 +138,22 @@ def cycles_ms(
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
   length_B = np.full(batch, num_prompt, np.int32)
-  ready, best = {}, dict.fromkeys(forms, float('inf'))
-  fills, runs = Program(run_prefill), Program(decode_loop)
-  with using(mesh_of(target.params)):
+  mesh, fills, best = mesh_of(target.params), Program(run_prefill), dict.fromkeys(forms, float('inf'))
+  with using(mesh):
     first = prefilled(forms, tokens_BL, length_B, fills=fills, max_new_tokens=NUM_CYCLES, eos_ids=())
-    for name, (params, spec) in progress([*forms.items()], desc='compiling'):
-      ready[name], _ = runs.compile(params, first[name], spec=spec)
+    jax.block_until_ready([*first.values()])  # a GPU's compiler times kernels
+    runs = compiled(forms, first, mesh=mesh, progress=progress)
     for _ in progress(range(NUM_ROUNDS), desc='rounds'):
-      for name, run in ready.items():
+      for name, run in runs.items():
         params, _ = forms[name]
         for _ in range(NUM_RUNS):
           state = copied(first[name])
           start = time.perf_counter()
           state = jax.block_until_ready(run(params, state))
           best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
-  for programs in (fills, runs):
-    programs.forget()  # JAX would keep so many
+  jitted: Any = run_prefill, decode_loop
+  for one in jitted:
+    one.clear_cache()  # JAX would keep so many
   return best
 
 
