@@ -29,6 +29,7 @@ KINDS = {'plain': Plain, 'chain': Chain, 'dynamic': DynamicTree, 'adaptive': Ada
 # pair in batches of 2, 4 and 8 texts of 64 tokens: 0.24 to 0.29 with a chain of 1, 0.37 to 0.43 with a chain of 3.
 SPREAD = 0.35
 MARGIN = 1.05  # what is only modelled must be so much faster than plain decoding
+UNEVEN = 0.05  # of a smaller size's time: one that is faster by more was timed in a calmer moment
 
 log = logging.getLogger('eagle_jax')
 
@@ -64,6 +65,23 @@ class Times:
       return self.verify_ms[1]
     drafting = self.root_ms + sum(between(self.draft_ms, width) for width in policy.widths[1:])
     return between(self.verify_ms, policy.num_nodes) + drafting
+
+
+def unsteady(times: Times) -> list[tuple[str, int, int]]:
+  """Sizes that were faster than a smaller one by more than `UNEVEN`, as no pass over more nodes and no wider level is.
+
+  Returns:
+    ('verify_ms' or 'draft_ms', the slowest smaller size, the size), ascending; empty where times are steady.
+  """
+  found = []
+  for field in ('verify_ms', 'draft_ms'):
+    ms = getattr(times, field)
+    slowest = min(ms)
+    for size in sorted(ms):
+      if ms[size] < (1 - UNEVEN) * ms[slowest]:
+        found.append((field, slowest, size))
+      slowest = max(slowest, size, key=lambda size: ms[size])
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +318,15 @@ def find(*, device: str, target: str, drafter: str, dtype: str, batch: int) -> C
     if alike:
       return min(alike, key=lambda costs: abs(np.log(costs.batch / batch)))
   return None
+
+
+def warn_if_unsteady(parts: Parts) -> None:
+  """Says in the log which times cannot be right, if some cannot; see `unsteady`."""
+  names = {'verify_ms': 'target pass over {} nodes', 'draft_ms': 'level of width {}'}
+  for times in parts.times:
+    for field, *sizes in unsteady(times):
+      slow, fast = (f'a {names[field].format(size)} took {getattr(times, field)[size]:.2f} ms' for size in sizes)
+      log.warning('The machine was busy: behind %d slots %s, but %s. Measure again.', times.num_slots, slow, fast)
 
 
 def table(parts: Parts) -> str:

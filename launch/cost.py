@@ -9,7 +9,6 @@ with the best, and stores the result by device, pair, dtype and batch. Or --rand
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
 
 import common
@@ -36,7 +35,7 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 
 
 def main(_):
-  how = {'contexts': sorted({*FLAGS.context}), 'progress': functools.partial(tqdm, file=sys.stderr)}
+  how = {'contexts': sorted({*FLAGS.context}), 'progress': tqdm}
   if FLAGS.random_shape:
     measure = functools.partial(part_costs, *common.random_models(FLAGS.random_shape), **how)
   else:
@@ -51,7 +50,8 @@ def main(_):
     path = cost.write(costs, FLAGS.out and Path(FLAGS.out).expanduser())
     plot_costs(costs, path.with_suffix('.png'))
     print(json.dumps(dataclasses.asdict(costs)) if FLAGS.json else cost.table(costs))
-    print(f'written to {path}', file=sys.stderr)
+    cost.log.info('written to %s', path)
+    cost.warn_if_unsteady(costs)
 
 
 if __name__ == '__main__':

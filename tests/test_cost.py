@@ -188,6 +188,23 @@ def test_a_table_shows_everything():
   assert '| 64 | 8 | 75.0% | 2.00 | 17.00 |' in text
 
 
+def test_a_larger_size_is_not_faster_on_a_calm_machine(caplog):
+  """Between two sizes that were timed in a busy moment all seems well."""
+  assert cost.unsteady(SHORT) == []
+  verify_ms = {1: 20.0, 2: 19.1, 16: 60.0, 24: 89.0, 32: 83.0, 48: 84.0, 64: 120.0}
+  uneven = dataclasses.replace(SHORT, verify_ms=verify_ms, draft_ms={4: 1.3, 1: 1.27, 2: 0.52})
+  assert cost.unsteady(uneven) == [('verify_ms', 24, 32), ('verify_ms', 24, 48), ('draft_ms', 1, 2)]
+  cost.warn_if_unsteady(dataclasses.replace(PARTS, times=(LONG, uneven)))
+  assert [record.levelname for record in caplog.records] == ['WARNING'] * 3
+  assert 'The machine was busy: behind 100 slots a target pass over 24 nodes took 89.00 ms, but a ' in caplog.text
+  assert 'level of width 1 took 1.27 ms, but a level of width 2 took 0.52 ms. Measure again.' in caplog.text
+
+
+@pytest.mark.parametrize('path', sorted(cost.SHIPPED.glob('*.json')), ids=lambda path: path.stem)
+def test_shipped_costs_are_steady(path):
+  assert [cost.unsteady(times) for times in cost.read(path).times] == [[], []]
+
+
 def test_costs_are_plotted(tmp_path):
   plot_costs(COSTS, tmp_path / 'all.png')
   assert {path.name for path in tmp_path.iterdir()} == {'all.png', 'all_speedup.png', 'all_vocabulary.png'}
