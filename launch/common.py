@@ -39,6 +39,15 @@ def models():
   return target, drafter
 
 
-def random_models(shape: str):
-  """The same of a known shape, with random weights."""
-  return shapes.random_pair(shape, dtype=FLAGS.dtype, drafter_dtype=FLAGS.drafter_dtype, mesh=mesh())
+def pair():
+  """The same; a drafter is needed."""
+  target, drafter = models()
+  if drafter is None:
+    raise ValueError('Without a drafter there is nothing to do: name a --drafter.')
+  return target, drafter
+
+
+def random_models(shape: str, draft_vocab_size: int | None):
+  """A pair of a known shape, with random weights; see `shapes.random_pair`."""
+  how = {'dtype': FLAGS.dtype, 'drafter_dtype': FLAGS.drafter_dtype, 'mesh': mesh()}
+  return shapes.random_pair(shape, draft_vocab_size=draft_vocab_size, **how)

@@ -24,9 +24,7 @@ flags.DEFINE_bool('json', False, 'Print the report as JSON.')
 
 
 def main(_):
-  target, drafter = common.models()
-  if drafter is None:
-    raise ValueError('There is nothing to convert: name a --drafter.')
+  target, drafter = common.pair()
   config, leaves = drafter.config, jax.tree.leaves(drafter.params)
   report = {
     'drafter': config.name,

@@ -24,6 +24,7 @@ from eagle_jax.bench.tune import CONTEXTS, part_costs, tune
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
 flags.DEFINE_enum('random_shape', None, shapes.NAMES, 'Time a pair of this shape with random weights instead.')
+flags.DEFINE_integer('draft_vocab_size', None, 'Ids drafted, with --random_shape; default all.', lower_bound=1)
 flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl files, what the gain is measured on.')
 flags.DEFINE_integer('max_new_tokens', 128, 'Tokens: of an answer, at most.', lower_bound=2)
 flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
@@ -36,13 +37,13 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 
 def main(_):
   how = {'contexts': sorted({*FLAGS.context}), 'progress': tqdm}
+  if FLAGS.draft_vocab_size and not FLAGS.random_shape:
+    raise ValueError('--draft_vocab_size is for --random_shape: of a real drafter several sizes are tried.')
   if FLAGS.random_shape:
-    measure = functools.partial(part_costs, *common.random_models(FLAGS.random_shape), **how)
+    measure = functools.partial(part_costs, *common.random_models(FLAGS.random_shape, FLAGS.draft_vocab_size), **how)
   else:
     asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
-    target, drafter = common.models()
-    if drafter is None:
-      raise ValueError('Costs are those of a pair: name a --drafter.')
+    target, drafter = common.pair()
     prompts = [questions.tokenizer_of(target).encode_prompt(question.turns[0]) for question in asked]
     measure = functools.partial(tune, target, drafter, prompts, max_new_tokens=FLAGS.max_new_tokens, **how)
   for batch in FLAGS.batch:

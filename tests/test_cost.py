@@ -238,11 +238,13 @@ def test_what_the_device_can_do_is_plausible(monkeypatch):
 
 
 def test_a_random_pair_decodes():
-  target, drafter = shapes.random_pair('tiny', dtype='bfloat16')
-  drafter = drafter.first_ids(100)
+  target, drafter = shapes.random_pair('tiny', dtype='bfloat16', draft_vocab_size=100)
   assert {str(x.dtype) for x in jax.tree.leaves((target.params, drafter.params))} == {'bfloat16', 'int32'}
   out = decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=4, policy=Chain(1))
   assert len(out.tokens[0]) == 4
+  _, whole = shapes.random_pair('tiny', dtype='bfloat16')
+  assert jax.tree.all(jax.tree.map(np.array_equal, drafter.params, whole.first_ids(100).params))
+  assert (drafter.config.num_ids, drafter.config.name) == (100, f'{whole.config.name}-100')
 
 
 def test_a_floor_is_memory_for_few_rows_and_arithmetic_for_many():

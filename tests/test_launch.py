@@ -176,6 +176,20 @@ def test_questions_need_a_tokenizer(files, name, tmp_path):
   assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize(
+  ('name', 'flags', 'complaint'),
+  [
+    ('cost', ['--draft_vocab_size=9'], '--draft_vocab_size is for --random_shape'),
+    ('cost', ['--draft_vocab_size=513', '--random_shape=tiny'], '1 .. vocab_size, 512'),
+    ('convert', ['--drafter='], 'Without a drafter there is nothing to do'),
+  ],
+)
+def test_a_pair_that_cannot_be_had_is_refused(files, name, flags, complaint, tmp_path):
+  done = launch(name, files[0], f'--out={tmp_path / "out"}', *flags)
+  assert done.returncode == 2
+  assert complaint in done.stderr
+
+
 def test_a_flag_that_would_be_ignored_is_refused():
   done = launch('cost', '--temperature=1')
   assert done.returncode == 1

@@ -1,5 +1,6 @@
 """Pairs of known shapes with random weights: what a cycle costs does not depend on what the weights say."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -46,10 +47,19 @@ def configs(name: str, *, draft_vocab_size: int | None = None) -> tuple[TargetCo
 
 
 def random_pair(
-  name: str, *, dtype: Any, drafter_dtype: str | None = None, mesh: Mesh | None = None
+  name: str,
+  *,
+  dtype: Any,
+  drafter_dtype: str | None = None,
+  draft_vocab_size: int | None = None,
+  mesh: Mesh | None = None,
 ) -> tuple[Target, Drafter]:
-  """A target and its drafter; the weights are made where they lie. See `configs`, `hub.load_target`, `load_drafter`."""
-  target, drafter = configs(name)
+  """A target and its drafter; the weights are made where they lie. See `configs`, `hub.load_target`, `load_drafter`.
+
+  Raises:
+    ValueError: the draft vocabulary is larger than the target's.
+  """
+  target, drafter = configs(name, draft_vocab_size=draft_vocab_size)
 
   def made(network: TransformerTarget | Eagle, key: jax.Array) -> dict[str, Any]:
     shapes = jax.eval_shape(network.init_params, key)
@@ -59,5 +69,9 @@ def random_pair(
   target_key, drafter_key = jax.random.split(jax.random.key(0))
   target_params = made(TransformerTarget(target, jnp.dtype(dtype)), target_key)
   floats = dtype if drafter_dtype in (None, 'int8') else drafter_dtype
-  head = Drafter(drafter, made(Eagle(drafter, jnp.dtype(floats)), drafter_key))
+  params = made(Eagle(drafter, jnp.dtype(floats)), drafter_key)
+  if draft_vocab_size is not None:  # as `first_ids`, and with a name of its own: what it costs is stored by that
+    params['ids'] = jnp.arange(draft_vocab_size, dtype=jnp.int32)
+    drafter = dataclasses.replace(drafter, name=f'{drafter.name}-{draft_vocab_size}')
+  head = Drafter(drafter, params)
   return Target(target, target_params), head.quantised() if drafter_dtype == 'int8' else head
