@@ -196,7 +196,7 @@ def test_a_larger_size_is_not_faster_on_a_calm_machine(caplog):
   assert cost.unsteady(uneven) == [('verify_ms', 24, 32), ('verify_ms', 24, 48), ('draft_ms', 1, 2)]
   cost.warn_if_unsteady(dataclasses.replace(PARTS, times=(LONG, uneven)))
   assert [record.levelname for record in caplog.records] == ['WARNING'] * 3
-  assert 'The machine was busy: behind 100 slots a target pass over 24 nodes took 89.00 ms, but a ' in caplog.text
+  assert 'The machine seems to have been busy: behind 100 slots a target pass over 24 nodes took 89.00 ms, but a ' in caplog.text
   assert 'level of width 1 took 1.27 ms, but a level of width 2 took 0.52 ms. Measure again.' in caplog.text
 
 
@@ -325,10 +325,10 @@ def test_of_draft_vocabularies_that_are_equally_fast_the_largest_is_taken():
   assert tune.largest_of_the_fastest([all_ids, few]) == few
 
 
-def test_prompts_of_all_sizes_are_decoded_by_one_program_a_policy(monkeypatch):
+def test_prompts_of_all_sizes_are_decoded_by_few_programs(monkeypatch):
   """Each is run once before it is timed; what is counted is as with `generate`."""
   target, drafter = tiny.target(), tiny.drafter()
-  prompts = [[1, 2, 3], [4] * 40, [*range(20)], [5]]
+  prompts = [[1, 2, 3], [6] * 70, [4] * 40, [*range(20)], [5]]
   policies = Plain(), Chain(1, lookup=True), Chain(2, lookup=True)
   made, loops = collections.Counter(), collections.Counter()
 
@@ -346,8 +346,8 @@ def test_prompts_of_all_sizes_are_decoded_by_one_program_a_policy(monkeypatch):
   monkeypatch.setattr(tune, 'time', types.SimpleNamespace(perf_counter=itertools.count().__next__))  # a loop a second
   how = {'max_new_tokens': 9, 'costs': COSTS}
   rates = tune.decoded(target, drafter, prompts, policies, batch=1, progress=lambda x, **_: x, **how)
-  assert made == {'run_prefill': 2, 'decode_loop': 3}  # plain decoding has no drafter's cache to fill
-  assert loops == dict.fromkeys(policies, len(prompts) + 1)
+  assert made == {'run_prefill': 2 * 2, 'decode_loop': 2 * 3}  # plain decoding has no drafter's cache to fill
+  assert loops == dict.fromkeys(policies, len(prompts) + 2)
   for one in rates:
     stats = decode.generate(target, drafter, prompts, policy=one.policy, **how).stats
     assert one.tau == stats['tau']

@@ -396,6 +396,12 @@ def _halves(num_nodes: int) -> list[int]:
   return [num_nodes // 4, num_nodes // 2] if num_nodes >= 16 else [num_nodes // 2]
 
 
+def _width(prompts: Sequence[Sequence[int]]) -> int:
+  """Tokens that these are padded to: the first of 64, 256, 1024, ... that holds the longest."""
+  longest = max(map(len, prompts))
+  return next(width for width in (4**n for n in itertools.count(3)) if width >= longest)
+
+
 def decoded(
   target: Target,
   drafter: Drafter,
@@ -409,18 +415,17 @@ def decoded(
 ) -> tuple[Rate, ...]:
   """Real decoding of the prompts, `batch` together, the policies in turn, compiled before it is timed; best first.
 
-  All prompts are padded as the longest is, and have its cache, so that each policy is compiled once (and once more for
-  a last batch with fewer rows). A pass reads every slot: behind a short prompt it costs a little more than with
-  `generate`, with every policy, and the more the more nodes it has. Prefill is not timed.
+  Prompts are padded to one of few widths, so that each policy is compiled as few times (and once more for a last batch
+  with fewer rows). A pass reads every slot: behind most prompts it costs a little more than with `generate`, with every
+  policy, and the more the more nodes it has. Prefill is not timed.
   """
-  longest = max(map(len, prompts))
-  groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+  groups = sorted((prompts[start : start + batch] for start in range(0, len(prompts), batch)), key=_width)
   stats: dict[TreePolicy, list[dict[str, Any]]] = {policy: [] for policy in policies}
   fills, runs = Program(run_prefill), Program(decode_loop)
   with using(mesh_of(target.params)):
     for group in progress(groups, desc='decoding'):
       forms: Any = {policy: build(target, drafter, policy=policy, batch=len(group), costs=costs) for policy in policies}
-      padded = pad_prompts(group, longest)
+      padded = pad_prompts(group, _width(group))
       first = prefilled(forms, *padded, fills=fills, max_new_tokens=max_new_tokens, eos_ids=None)
       for policy, (params, spec) in forms.items():
         run, compile_s = runs.compile(params, first[policy], spec=spec)
