@@ -326,7 +326,7 @@ def warn_if_unsteady(parts: Parts) -> None:
   for times in parts.times:
     for field, *sizes in unsteady(times):
       slow, fast = (f'a {names[field].format(size)} took {getattr(times, field)[size]:.2f} ms' for size in sizes)
-      log.warning('The machine seems to have been busy: behind %d slots %s, but %s. Measure again.', times.num_slots, slow, fast)
+      log.warning('The machine seems busy: behind %d slots %s, but %s. Measure again.', times.num_slots, slow, fast)
 
 
 def table(parts: Parts) -> str:

@@ -196,7 +196,7 @@ def test_a_larger_size_is_not_faster_on_a_calm_machine(caplog):
   assert cost.unsteady(uneven) == [('verify_ms', 24, 32), ('verify_ms', 24, 48), ('draft_ms', 1, 2)]
   cost.warn_if_unsteady(dataclasses.replace(PARTS, times=(LONG, uneven)))
   assert [record.levelname for record in caplog.records] == ['WARNING'] * 3
-  assert 'The machine seems to have been busy: behind 100 slots a target pass over 24 nodes took 89.00 ms, but a ' in caplog.text
+  assert 'The machine seems busy: behind 100 slots a target pass over 24 nodes took 89.00 ms, but a ' in caplog.text
   assert 'level of width 1 took 1.27 ms, but a level of width 2 took 0.52 ms. Measure again.' in caplog.text
 
 

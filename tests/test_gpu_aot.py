@@ -65,10 +65,13 @@ def test_smollm2_compiles(devices, policy, dtype):
 
 
 @pytest.mark.parametrize(
-  ('B', 'G', 'J', 'T', 'M', 'K', 'S'),
-  [(1, 8, 4, 60, 60, 128, 1024), (2, 3, 3, 10, 40, 64, 192), (3, 2, 1, 1, 1, 128, 64)],
+  ('B', 'G', 'J', 'T', 'M', 'K', 'S', 'dtype'),
+  [
+    (1, 8, 4, 60, 60, 128, 1024, 'bfloat16'),
+    (2, 3, 3, 10, 40, 64, 192, 'bfloat16'),
+    (3, 2, 1, 1, 1, 128, 64, 'float16'),
+  ],
 )
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_what_the_kernel_takes_compiles(devices, B, G, J, T, M, K, S, dtype):
   mesh = make_mesh(devices[:1])
 
