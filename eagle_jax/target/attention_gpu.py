@@ -47,12 +47,7 @@ def attend(
 ) -> jax.Array:
   """[B, G, J, T, K], what T rows make of the new rows that they see, and of the committed ones.
 
-  Args:
-    q_BGJTK: queries, J of them a key-value head; one dtype with all keys and values.
-    k_BGMK, v_BGMK: keys and values of the new rows.
-    mask_BTM: bool, who sees whom among these; each row sees one at least.
-    keys_BGSK, values_BGSK: one layer of the cache, S > 0. Scratch in it must be finite.
-    length_B: [B] i32, committed rows; all T rows see them.
+  Arguments are those of `attention_tpu.attend`, as `takes` has them.
   """
   B, G, J, T, K = q_BGJTK.shape
   n, S = J * T, keys_BGSK.shape[2]
