@@ -14,12 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE = 64  # queries of one block of threads
 BLOCK = 64  # slots that come in together; and new rows, at most
 NUM_BLOCKS = 4  # that come in to one multiprocessor
-WGMMA = plgpu.Layout.WGMMA
 
 
 def is_hopper() -> bool:
@@ -49,6 +47,8 @@ def attend(
 
   Arguments are those of `attention_tpu.attend`, as `takes` has them.
   """
+  from jax.experimental.pallas import mosaic_gpu as plgpu  # here, for it takes long, and most never need it
+
   B, G, J, T, K = q_BGJTK.shape
   n, S = J * T, keys_BGSK.shape[2]
   num_parts, num_tiles = pl.cdiv(S, NUM_BLOCKS * BLOCK), pl.cdiv(n, TILE)
@@ -91,6 +91,9 @@ def _kernel(
 
   Block 0 is of new rows, and the others of slots. Scores are logarithms to the base of 2, which a GPU raises to powers.
   """
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  WGMMA = plgpu.Layout.WGMMA
   row, head, part, tile = map(jax.lax.axis_index, ('row', 'head', 'part', 'tile'))
   length, rows = length_B[row], pl.ds(tile * TILE, TILE)
   scale = math.log2(math.e) / math.sqrt(q_nK.shape[1])
