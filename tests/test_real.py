@@ -53,7 +53,7 @@ def test_speculative_text_is_plain_text_at_length(pair, policy, temperature):
   assert_same_text(pair, PROMPTS, 64, temperature, policy)
 
 
-@pytest.mark.parametrize('is_quantised', [False, True])
+@pytest.mark.parametrize('is_quantised', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_shipped_drafter_accepts_what_it_did(pair, is_quantised):
   """Silent drafting bugs leave the text right and acceptance low."""
   target, drafter = pair
