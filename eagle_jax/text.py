@@ -180,20 +180,9 @@ class Tokenizer:
     for message in messages:
       if not {'role', 'content'} <= message.keys():
         raise ValueError(f"A chat message needs 'role' and 'content'; one came with {sorted(message)}.")
-    jinja2, sandbox = _import_demo('jinja2'), _import_demo('jinja2.sandbox')
-    # The template comes with the weights, so it is untrusted: the sandbox keeps it from reaching into Python.
-    extensions = ['jinja2.ext.loopcontrols']
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-
-    def raise_exception(reason: str):
-      raise jinja2.TemplateError(reason)
-
-    # What transformers gives to templates.
-    environment.globals['raise_exception'] = raise_exception
-    environment.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
+    jinja2 = _import_demo('jinja2')
     try:
-      return environment.from_string(self.chat_template).render(
+      return _template(self.chat_template).render(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
         tools=None,
@@ -206,6 +195,23 @@ class Tokenizer:
 
   def _token(self, token_id: int | None) -> str:
     return '' if token_id is None else self.backend.id_to_token(token_id)
+
+
+@functools.lru_cache(maxsize=8)
+def _template(source: str):
+  """The compiled Jinja template. Its source comes with the weights, so it is not trusted: the sandbox keeps it in."""
+  jinja2, sandbox = _import_demo('jinja2'), _import_demo('jinja2.sandbox')
+  extensions = ['jinja2.ext.loopcontrols']
+  environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+
+  def raise_exception(reason: str):
+    raise jinja2.TemplateError(reason)
+
+  # What transformers gives to templates.
+  environment.globals['raise_exception'] = raise_exception
+  environment.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
+  environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
+  return environment.from_string(source)
 
 
 def _byte_level_bpe(fields: Mapping[str, Any], splitting: _Splitting):
