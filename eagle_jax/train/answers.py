@@ -121,13 +121,13 @@ class Answerer:
     for number, (text_S, num_seen, feature_SD) in self._rows.run(requests, _RECORDED):
       request = requests[number]
       token_N = text_S[len(request.token) : num_seen + 1].copy()
-      yield Answer(request, token_N, feature_SD[:num_seen].astype(jnp.bfloat16))
+      yield Answer(request, token_N, feature_SD[:num_seen].copy())
 
 
 @jax.jit
 def _recorded(state: DecodeState, row_n: jax.Array) -> tuple[jax.Array, ...]:
-  """Text, the number of tokens in the cache, and features."""
-  return state.text[row_n], state.cache.length[row_n], state.drafter.feature[row_n, 0]
+  """Text, the number of tokens in the cache, and features, which are kept in bfloat16."""
+  return state.text[row_n], state.cache.length[row_n], state.drafter.feature[row_n, 0].astype(jnp.bfloat16)
 
 
 _RECORDED = Program(_recorded)

@@ -42,6 +42,7 @@ from eagle_jax.train.shards import Example
 from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
 
 BEST_BY = 'chain_tau'
+NUM_SCALED = 1024  # examples, at most, that tell how large features are
 
 log = logging.getLogger('eagle_jax')
 
@@ -210,11 +211,12 @@ def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Examp
 
   `fc` hands on half the feature, the layer's branches start small, and embedding and feature are scaled to weigh the
   same: features are several times larger (17 times in SmolLM2-135M), and left alone the token would hardly count.
-  Normed features that are not at hand are taken to have size 1.
+  Normed features that are not at hand are taken to have size 1; of many, some are asked.
   """
   params = jax.jit(network.init_params)(jax.random.key(seed))
   embed_rms = jnp.sqrt(jnp.square(embed_VD.astype(jnp.float32)).mean())
-  squares = [np.square(example.feature.astype(np.float32)).mean() for example in examples if example.feature.size]
+  some = examples[:: 1 + len(examples) // NUM_SCALED]
+  squares = [np.square(example.feature.astype(np.float32)).mean() for example in some if example.feature.size]
   feature_rms = jnp.float32(np.sqrt(np.mean(squares))) if squares else jnp.float32(1)
   embedding_columns, feature_columns = jnp.split(params['fc']['weight'], 2, axis=1)
   params['fc']['weight'] = jnp.concatenate(
