@@ -59,4 +59,4 @@ def test_the_shipped_drafter_accepts_what_it_did(pair, is_quantised):
   target, drafter = pair
   drafter = drafter.quantised() if is_quantised else drafter
   out = decode.generate(target, drafter, PROMPTS[:5], max_new_tokens=64, policy=DynamicTree())
-  assert out.stats['tau'] >= 2.2
+  assert out.stats['tau'] >= 3.7
