@@ -3,9 +3,9 @@
     python launch/train.py --config=configs/smollm2_eagle2_gpu.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_gpu
 
 The shipped drafter was made with these sizes in nine minutes on one H200: 200 s of answering (39,000 tokens/s), 270 s
-of training (585,000 places/s), by a script that chose them by the clock; this command itself was not run whole. Expected:
-held-out top-1 agreement 0.67, chain_tau 2.63. A run folder in memory (/dev/shm) spares 14 GB of features the way to a
-disk.
+of training (585,000 places/s), by a script that chose them by the clock; this command itself was not run whole.
+Expected: held-out top-1 agreement 0.67, chain_tau 2.63. A run folder in memory (/dev/shm) spares 14 GB of features
+the way to a disk.
 """
 
 import dataclasses
