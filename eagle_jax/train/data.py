@@ -65,7 +65,7 @@ def pack(rows: Sequence[Sequence[Example]], *, num_places: int, prompt_weight: f
 def plan(num_places_of: Sequence[int], *, num_places: int, seed: int, epoch: int) -> list[list[int]]:
   """Which examples share a row, for every row of an epoch: each example once, whole, in an order of the epoch's own."""
   order = iter(np.random.default_rng((seed, epoch)).permutation(len(num_places_of)).tolist())
-  near = list(itertools.islice(order, _LOOK_AHEAD + 1))
+  near = list(itertools.islice(order, _LOOK_AHEAD))
   rows: list[list[int]] = []
   while near:
     row, room, fit = [], num_places, near[0]
@@ -74,7 +74,7 @@ def plan(num_places_of: Sequence[int], *, num_places: int, seed: int, epoch: int
       near.extend(itertools.islice(order, 1))
       row.append(fit)
       room -= num_places_of[fit]
-      fit = next((i for i in near[:_LOOK_AHEAD] if num_places_of[i] <= room), None)
+      fit = next((i for i in near if num_places_of[i] <= room), None)
     rows.append(row)
   return rows
 
