@@ -5,11 +5,11 @@
       --variant=second --initial=runs/smollm2_gpu/drafter
 
 The shipped drafter was made with about these sizes in two rounds of nine minutes, each on one H200, by scripts that
-chose theirs by the clock; the commands themselves were not run whole. First 203 s of answering (39,000 tokens/s)
-and 271 s of training (585,000 places/s): held-out top-1 agreement 0.67, chain_tau 2.63. Then 268 s of answering anew (46,000
-tokens/s; 61,000 once all is compiled) and 236 s of training. On prompts that neither round learned from, harder ones,
-the second brings agreement from 0.627 to 0.639, chain_tau from 2.29 to 2.32. A run folder in memory (/dev/shm) spares
-some 14 GB of features a round the way to a disk.
+chose theirs by the clock; the commands themselves were not run whole. First 203 s of answering (39,000 tokens/s) and
+271 s of training (585,000 places/s): held-out top-1 agreement 0.67, chain_tau 2.63. Then 268 s of answering anew
+(46,000 tokens/s; 61,000 once all is compiled) and 236 s of training. On prompts that neither round learned from,
+harder ones, the second brings agreement from 0.627 to 0.639, chain_tau from 2.29 to 2.32. A run folder in memory
+(/dev/shm) spares some 14 GB of features a round the way to a disk.
 """
 
 import dataclasses
