@@ -7,10 +7,10 @@ Prints the bytes a device that the training step takes, and allocates none of th
 stored, they would take 8 KB a token.
 """
 
-from eagle_jax.bench import shapes
+from eagle_jax.evaluate import random_pairs
 from eagle_jax.train.step import Objective, Recipe
 
-TARGET, DRAFTER = shapes.configs('llama3_8b', draft_vocab_size=32768)
+TARGET, DRAFTER = random_pairs.configs('llama3_8b', draft_vocab_size=32768)
 RECIPE = Recipe(
   num_steps=100_000,
   num_rows=16,

@@ -16,11 +16,11 @@ prefill, decode, cost.
 """
 
 from eagle_jax import decode
+from eagle_jax.decode.stored import keep_programs
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.hub import load_drafter, load_target, save_drafter
-from eagle_jax.stored import keep_programs
-from eagle_jax.target.transformer import Target
+from eagle_jax.models.transformer import Target
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, StaticTree
 
 __all__ = [
   'Adaptive', 'Chain', 'Drafter', 'DynamicTree', 'StaticTree', 'Target', 'decode', 'keep_programs', 'load_drafter',

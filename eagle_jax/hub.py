@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from eagle_jax.config import TargetConfig, require_match
+from eagle_jax.decode.request import require_pair
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.request import require_pair
+from eagle_jax.files import replacing
+from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import mesh_of
-from eagle_jax.target.transformer import Target
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, heads, naming
-from eagle_jax.weights.files import replacing
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
 from eagle_jax.weights.safetensors import write_safetensors
 

@@ -13,11 +13,11 @@ import entry
 import options
 from absl import flags
 
-from eagle_jax.auto import settle
 from eagle_jax.bench import questions
 from eagle_jax.bench.measure import Bench, identity
 from eagle_jax.bench.run import run
 from eagle_jax.bench.summary import markdown
+from eagle_jax.decode.auto import settle
 from eagle_jax.device import ran_on
 from eagle_jax.sharding import mesh_of
 

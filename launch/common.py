@@ -4,7 +4,7 @@ import jax
 from absl import flags
 
 import eagle_jax
-from eagle_jax.bench import shapes
+from eagle_jax.evaluate import random_pairs
 from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
@@ -48,6 +48,6 @@ def pair():
 
 
 def random_models(shape: str, draft_vocab_size: int | None):
-  """A pair of a known shape, with random weights; see `shapes.random_pair`."""
+  """A pair of a known shape, with random weights; see `random_pairs.random_pair`."""
   how = {'dtype': FLAGS.dtype, 'drafter_dtype': FLAGS.drafter_dtype, 'mesh': mesh()}
-  return shapes.random_pair(shape, draft_vocab_size=draft_vocab_size, **how)
+  return random_pairs.random_pair(shape, draft_vocab_size=draft_vocab_size, **how)

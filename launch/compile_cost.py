@@ -12,11 +12,12 @@ import entry
 import jax
 from absl import flags
 
-from eagle_jax.bench import compiled, described, shapes
+from eagle_jax.bench.aot import compiled, described
+from eagle_jax.evaluate import random_pairs
 from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum('shape', 'llama3_8b', shapes.NAMES, 'Of target, in bfloat16, and drafter.')
+flags.DEFINE_enum('shape', 'llama3_8b', random_pairs.NAMES, 'Of target, in bfloat16, and drafter.')
 flags.DEFINE_string('topology', 'v5e:2x2', 'Of TPUs, as jax.experimental.topologies names them, or GPUs: h100, h200:4.')
 flags.DEFINE_integer('num_devices', 4, 'Of the topology, that share one model.', lower_bound=1)
 flags.DEFINE_integer('draft_vocab_size', None, 'Ids that the drafter drafts; default all.', lower_bound=1)
@@ -29,7 +30,7 @@ flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output
 def main(_):
   jax.config.update('jax_enable_compilation_cache', False)  # programs for a described device cannot be read back
   devices = described.devices(FLAGS.topology)
-  configs = shapes.configs(FLAGS.shape, draft_vocab_size=FLAGS.draft_vocab_size)
+  configs = random_pairs.configs(FLAGS.shape, draft_vocab_size=FLAGS.draft_vocab_size)
   mesh = make_mesh(devices[: FLAGS.num_devices], num_model=FLAGS.num_devices)
   how = {'num_prompt': FLAGS.context, 'batch': FLAGS.batch, 'is_quantised': FLAGS.drafter_dtype == 'int8'}
   pair = compiled.ShapedPair(*configs, mesh, **how)

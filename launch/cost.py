@@ -16,14 +16,15 @@ import entry
 from absl import flags
 from tqdm import tqdm
 
-from eagle_jax import cost
-from eagle_jax.bench import questions, shapes
+from eagle_jax.bench import questions
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.bench.tune import CONTEXTS, part_costs, tune
+from eagle_jax.evaluate import random_pairs
+from eagle_jax.policy import costs
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
-flags.DEFINE_enum('random_shape', None, shapes.NAMES, 'Time a pair of this shape with random weights instead.')
+flags.DEFINE_enum('random_shape', None, random_pairs.NAMES, 'Time a pair of this shape with random weights instead.')
 flags.DEFINE_integer('draft_vocab_size', None, 'Ids drafted, with --random_shape; default all.', lower_bound=1)
 flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl files, what the gain is measured on.')
 flags.DEFINE_integer('max_new_tokens', 128, 'Tokens: of an answer, at most.', lower_bound=2)
@@ -47,12 +48,11 @@ def main(_):
     prompts = [questions.tokenizer_of(target).encode_prompt(question.turns[0]) for question in asked]
     measure = functools.partial(tune, target, drafter, prompts, max_new_tokens=FLAGS.max_new_tokens, **how)
   for batch in FLAGS.batch:
-    costs = measure(batch=batch)
-    path = cost.write(costs, FLAGS.out and Path(FLAGS.out).expanduser())
-    plot_costs(costs, path.with_suffix('.png'))
-    print(json.dumps(dataclasses.asdict(costs)) if FLAGS.json else cost.table(costs))
-    cost.log.info('written to %s', path)
-    cost.warn_if_unsteady(costs)
+    measured = measure(batch=batch)
+    path = costs.write(measured, FLAGS.out and Path(FLAGS.out).expanduser())
+    plot_costs(measured, path.with_suffix('.png'))
+    print(json.dumps(dataclasses.asdict(measured)) if FLAGS.json else costs.table(measured))
+    costs.warn_if_unsteady(measured)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ import jax
 from absl import app
 
 import eagle_jax
-from eagle_jax.weights.fetch import cache_folder
+from eagle_jax.files import cache_folder
 
 
 def run(main, *, starts_often: bool = False):

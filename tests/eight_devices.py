@@ -21,17 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from eagle_jax import continuous, decode, hub
+from eagle_jax import decode, hub
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
+from eagle_jax.decode import batching
+from eagle_jax.decode.program import Program
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.policy import Chain, DynamicTree
-from eagle_jax.program import Program
+from eagle_jax.kernels import attention_tpu
+from eagle_jax.models.layers import OverCache
+from eagle_jax.models.transformer import TransformerTarget
+from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import CACHE_AXES, make_mesh, mesh_of, param_shardings, partition, using
-from eagle_jax.target import attention_tpu
-from eagle_jax.target.layers import OverCache
-from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.safetensors import write_safetensors
@@ -158,8 +159,8 @@ def shardings(state) -> dict[str, NamedSharding]:
 def refilled(*args, **how) -> tuple[decode.Generation, list[int]]:
   """What is generated, and how many programs it takes to insert and to advance rows."""
   with (
-    mock.patch.object(continuous, '_INSERT', Program(continuous.insert)) as insert,
-    mock.patch.object(continuous, '_ADVANCE', Program(continuous.advance)) as advance,
+    mock.patch.object(batching, '_INSERT', Program(batching.insert)) as insert,
+    mock.patch.object(batching, '_ADVANCE', Program(batching.advance)) as advance,
   ):
     given = decode.generate(*args, **how)
   return given, [len(program._compiled) for program in (insert, advance)]

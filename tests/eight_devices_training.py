@@ -17,8 +17,8 @@ import numpy as np
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.sharding import make_mesh, param_shardings, using
-from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.data import batches
 from eagle_jax.train.loop import begin, borrow, place, train
 from eagle_jax.train.run import dry_run

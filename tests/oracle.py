@@ -15,13 +15,13 @@ import numpy as np
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
+from eagle_jax.decode.prefill import prepare, run_prefill
+from eagle_jax.decode.state import Params, Spec
+from eagle_jax.decode.step import decode_loop, result
 from eagle_jax.draft.drafter import NoDrafter
-from eagle_jax.draft.grow import Children, first_width, grow
-from eagle_jax.draft.policy import Plain
-from eagle_jax.loop import decode_loop, result
-from eagle_jax.prefill import prepare, run_prefill
-from eagle_jax.state import Params, Spec
-from eagle_jax.target.transformer import Taps
+from eagle_jax.draft.expand import Children, first_width, grow
+from eagle_jax.models.transformer import Taps
+from eagle_jax.policy.trees import Plain
 
 PRIME, ODD = 0x9E3779B1, 0x85EBCA6B
 

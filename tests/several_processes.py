@@ -18,9 +18,9 @@ from eagle_jax import decode, processes
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import is_shared, make_mesh, param_shardings, put
-from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data, make_shards, read_shard

@@ -14,8 +14,8 @@ import pytest
 import tiny
 from eagle_jax import decode
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
-from eagle_jax.target.transformer import Target
+from eagle_jax.models.transformer import Target
+from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
 
 WIDTH = tiny.TARGET.width
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [30, 31, 32, 33, 34], [90, 80, 70, 60, 50, 40, 30, 20, 10], [9, 9, 9, 9, 8, 7]]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from eagle_jax.config import TargetConfig
-from eagle_jax.continuous import Request
-from eagle_jax.decode import generate
-from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.decode.batching import Request
+from eagle_jax.decode.generate import generate
+from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import Answerer, features, synthesize
 from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.shards import Data, Example, make_conversations, make_shards, read_shard, write_shard

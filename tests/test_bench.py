@@ -13,7 +13,6 @@ import pytest
 
 from eagle_jax.bench import measure as measuring
 from eagle_jax.bench import summary
-from eagle_jax.bench.calibration import acceptance_by_rank, calibrate, reliability
 from eagle_jax.bench.measure import Answered, Bench, Timed, gap_where_they_part, identity
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import QUESTIONS, Question, read_questions, tasks_in
@@ -21,10 +20,11 @@ from eagle_jax.bench.run import run
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.evaluate.calibration import acceptance_by_rank, calibrate, reliability
+from eagle_jax.evaluate.trace import Nodes
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sampling import Sampling, position_noise
-from eagle_jax.target.transformer import Target, TransformerTarget
-from eagle_jax.train.replay import Nodes
 from test_conversations import TOY
 from tiny_training import SIZES
 

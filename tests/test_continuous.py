@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import continuous, decode
+from eagle_jax import decode
 from eagle_jax.config import Eagle3Config
+from eagle_jax.decode import batching
+from eagle_jax.decode.program import Program
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
-from eagle_jax.program import Program
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain
 from test_cost import COSTS
 from test_decode import compile_events
 
@@ -120,12 +121,12 @@ def test_an_answer_is_there_before_the_rest_is_made(target, prompts):
   """A text that is interrupted later has lost nothing of it."""
   made = []
 
-  class Watched(type(continuous._ADVANCE)):
+  class Watched(type(batching._ADVANCE)):
     def compile(self, *args, **static):
       made.append(args)
       return super().compile(*args, **static)
 
-  with mock.patch.object(continuous, '_ADVANCE', Watched(continuous.advance)):
+  with mock.patch.object(batching, '_ADVANCE', Watched(batching.advance)):
     answers = decode.generate_each(target, None, prompts * 3, batch_size=1, max_new_tokens=4)
     assert not made
     for number, _ in enumerate(answers):
@@ -133,7 +134,7 @@ def test_an_answer_is_there_before_the_rest_is_made(target, prompts):
 
 
 def test_the_last_answers_do_not_wait_for_each_other(target, prompts):
-  with mock.patch.object(continuous.Rows, '_harvest', autospec=True, side_effect=continuous.Rows._harvest) as harvest:
+  with mock.patch.object(batching.Rows, '_harvest', autospec=True, side_effect=batching.Rows._harvest) as harvest:
     answers = decode.generate_each(target, None, prompts, batch_size=3, max_new_tokens=NUM_NEW)
     num_harvests = [harvest.call_count for _ in answers]
   assert len(prompts) > 4
@@ -141,7 +142,7 @@ def test_the_last_answers_do_not_wait_for_each_other(target, prompts):
 
 
 def test_rows_are_filled_by_one_program(target):
-  with mock.patch.object(continuous, '_INSERT', Program(continuous.insert)) as insert:
+  with mock.patch.object(batching, '_INSERT', Program(batching.insert)) as insert:
     decode.generate(target, DRAFTER, [[1, 2], [3], [4]], batch_size=1, max_new_tokens=4, policy=Chain(2))
   assert len(insert._compiled) == 1
 
@@ -155,7 +156,7 @@ def test_what_comes_early_waits():
       seen.append(list(came))
 
   came = []
-  for one in continuous.in_order(numbered()):
+  for one in batching.in_order(numbered()):
     came.append(one)
   assert seen == [[], ['0'], ['0'], ['0', '1', '2', '3'], ['0', '1', '2', '3', '4']]
 

@@ -14,16 +14,19 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import auto, cost, decode, device
-from eagle_jax.bench import shapes, tune
+from eagle_jax import decode, device
+from eagle_jax.bench import tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.config import Eagle3Config
-from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between, times_of_rows
+from eagle_jax.decode import auto
+from eagle_jax.decode.program import Program
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain
-from eagle_jax.program import Program
+from eagle_jax.evaluate import random_pairs
+from eagle_jax.evaluate.trace import Nodes, Traced, trace
+from eagle_jax.policy import costs as cost
+from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between, times_of_rows
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain
 from eagle_jax.sharding import make_mesh
-from eagle_jax.train.replay import Nodes, Traced, trace
 
 SHORT = Times(
   num_slots=100, verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
@@ -238,11 +241,11 @@ def test_what_the_device_can_do_is_plausible(monkeypatch):
 
 
 def test_a_random_pair_decodes():
-  target, drafter = shapes.random_pair('tiny', dtype='bfloat16', draft_vocab_size=100)
+  target, drafter = random_pairs.random_pair('tiny', dtype='bfloat16', draft_vocab_size=100)
   assert {str(x.dtype) for x in jax.tree.leaves((target.params, drafter.params))} == {'bfloat16', 'int32'}
   out = decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=4, policy=Chain(1))
   assert len(out.tokens[0]) == 4
-  _, whole = shapes.random_pair('tiny', dtype='bfloat16')
+  _, whole = random_pairs.random_pair('tiny', dtype='bfloat16')
   assert jax.tree.all(jax.tree.map(np.array_equal, drafter.params, whole.first_ids(100).params))
   assert (drafter.config.num_ids, drafter.config.name) == (100, f'{whole.config.name}-100')
 

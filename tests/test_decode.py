@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import decode, program
+from eagle_jax import decode
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft import Outlook
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, StaticTree
-from eagle_jax.program import Program
-from eagle_jax.target.layers import OverCache
-from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.decode import program
+from eagle_jax.decode.generate import _LOOP, _PREFILL, _STEP
+from eagle_jax.decode.program import Program
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.models.layers import OverCache
+from eagle_jax.models.transformer import TransformerTarget
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, StaticTree
 from test_cost import COSTS
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
@@ -271,7 +273,7 @@ def test_a_new_bucket_compiles_each_program_once(target, drafter, monkeypatch):
     for prompt_len in (17, 20, 24):
       decode.generate(target, drafter, [[1] * prompt_len], max_new_tokens=70, policy=SMALL)
   assert sum('backend_compile' in event for event in events) >= 2
-  assert (len(decode._PREFILL._compiled), len(decode._LOOP._compiled)) == (1, 1)
+  assert (len(_PREFILL._compiled), len(_LOOP._compiled)) == (1, 1)
 
 
 def test_policies_share_a_prefill(target, drafter, monkeypatch):
@@ -279,7 +281,7 @@ def test_policies_share_a_prefill(target, drafter, monkeypatch):
   monkeypatch.setattr(decode, '_PREFILL', Program(decode.run_prefill))
   for policy in (SMALL, Chain(3), Chain(2, lookup=True)):
     decode.generate(target, drafter, PROMPTS, max_new_tokens=33, policy=policy)
-  assert len(decode._PREFILL._compiled) == 1
+  assert len(_PREFILL._compiled) == 1
 
 
 def test_one_layer_is_traced_for_all(monkeypatch):
@@ -319,7 +321,7 @@ def test_generate_runs_two_programs_however_long_the_text(target, drafter, monke
   for max_new_tokens in (1, 2, 16, 40):
     runs.clear()
     decode.generate(target, drafter, PROMPTS, max_new_tokens=max_new_tokens, policy=SMALL)
-    assert runs == [decode._PREFILL, decode._LOOP]
+    assert runs == [_PREFILL, _LOOP]
 
 
 def primitives(jaxpr):
@@ -554,10 +556,10 @@ def test_bad_streams_fail_at_the_call(target, drafter, plain, change, words):
 def test_all_is_compiled_before_the_first_token_and_nothing_that_is_not_run(target, drafter, monkeypatch):
   monkeypatch.setattr(decode, '_STEP', Program(decode.decode_step))
   assert len(list(decode.stream(target, drafter, PROMPTS[0], max_new_tokens=1, policy=SMALL))) == 1
-  assert not decode._STEP._compiled
+  assert not _STEP._compiled
   chunks = decode.stream(target, drafter, PROMPTS[0], max_new_tokens=9, policy=SMALL, eos_ids=())
   assert len(next(chunks).tokens) == 1
-  assert len(decode._STEP._compiled) == 1
+  assert len(_STEP._compiled) == 1
   assert sum(len(chunk.tokens) for chunk in chunks) == 8
 
 

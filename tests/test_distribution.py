@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import oracle
-from eagle_jax import loop
-from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
+from eagle_jax.decode import step as loop
+from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
 from eagle_jax.sampling import Sampling, choose
 
 VOCAB, BATCH, NUM_BATCHES = 8, 20_000, 5

@@ -9,12 +9,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / 'eagle_jax'
 FLOORS = {
-  'config': 0, 'tree': 0, 'cache': 0, 'sampling': 0, 'text': 0, 'sharding': 0, 'device': 0, 'processes': 0,
-  'target': 1,
-  'draft': 2, 'verify': 2, 'state': 2, 'commit': 2,
-  'prefill': 3, 'loop': 3, 'stored': 3, 'program': 3, 'request': 3, 'continuous': 3, 'auto': 3, 'decode': 3, 'cost': 3,
-  'weights': 3, 'hub': 3,
-  'train': 4, 'bench': 4, 'serve': 4,
+  'config': 0, 'text': 0, 'files': 0, 'sharding': 0, 'processes': 0, 'device': 0,
+  'kernels': 1,
+  'tree': 2, 'cache': 2, 'sampling': 2,
+  'models': 3, 'policy': 3,
+  'weights': 4, 'draft': 4,
+  'decode': 5,
+  'evaluate': 7, 'hub': 6,
+  'train': 7, 'bench': 7, 'viz': 7,
+}  # fmt: skip
+# Within a package: in data order, each module may import those before it.
+ORDER = {
+  'models': ('__init__', 'interface', 'layers', 'transformer'),
+  'policy': ('__init__', 'adaptive', 'trees', 'costs'),
+  'draft': ('__init__', 'ngram', 'interface', 'expand', 'eagle', 'eagle3', 'drafter'),
+  'decode': (
+    'request', 'verify', 'state', 'commit', 'prefill', 'step', 'auto', 'stored', 'program', 'batching', 'generate',
+    '__init__',
+  ),
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')
 TAKES_MESH_AXES = frozenset({'PartitionSpec', 'make_mesh', 'create_device_mesh', 'axis_name', 'axis_names'})
@@ -68,7 +80,26 @@ def test_imports_point_down(path):
 
 def test_an_upward_import_is_found():
   tree = ast.parse('from eagle_jax import cache, decode\nimport eagle_jax.draft.expand\nimport jax')
-  assert upward_imports(tree, 'target') == ['eagle_jax.decode', 'eagle_jax.draft.expand']
+  assert upward_imports(tree, 'models') == ['eagle_jax.decode', 'eagle_jax.draft.expand']
+
+
+def backward_imports(tree: ast.Module, path: Path) -> list[str]:
+  """The imports of a file in an ordered package that point to itself or to a later module of the package."""
+  room, order = _room(path), ORDER[_room(path)]
+  earlier = order[: order.index(path.stem)]
+  inside = {name.split('.')[2] for name in _imports(tree) if name.startswith(f'eagle_jax.{room}.')}
+  return sorted(name for name in inside if name in order and name not in earlier)
+
+
+@pytest.mark.parametrize('path', [path for path in MODULES if _room(path) in ORDER], ids=_name)
+def test_modules_of_a_package_stand_in_data_order(path):
+  assert path.stem in ORDER[_room(path)], f'{_name(path)}: give it a place in ORDER in {Path(__file__).name}'
+  assert backward_imports(_parse(path), path) == []
+
+
+def test_a_backward_import_is_found():
+  tree = ast.parse('from eagle_jax.decode.verify import verify\nfrom eagle_jax.decode.step import decode_step')
+  assert backward_imports(tree, PACKAGE / 'decode' / 'state.py') == ['step']
 
 
 @pytest.mark.parametrize('path', MODULES, ids=_name)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from eagle_jax import decode
-from eagle_jax.bench import shapes
-from eagle_jax.draft.policy import Chain, DynamicTree
-from eagle_jax.target import attention_gpu
-from eagle_jax.target.layers import OverCache
+from eagle_jax.evaluate import random_pairs
+from eagle_jax.kernels import attention_gpu
+from eagle_jax.models.layers import OverCache
+from eagle_jax.policy.trees import Chain, DynamicTree
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != 'gpu', reason='no GPU is here')
 
@@ -53,7 +53,7 @@ def test_the_kernel_sees_the_same(B, G, J, T, M, K, S, lengths):
 @pytest.mark.parametrize('policy', [Chain(3), DynamicTree(4, 4, 4, 24, lookup=True)])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_text_is_that_of_plain_decoding(policy, temperature):
-  target, drafter = shapes.random_pair('tiny', dtype='float32')
+  target, drafter = random_pairs.random_pair('tiny', dtype='float32')
   prompts = np.random.default_rng(0).integers(0, target.config.vocab_size, (3, 40)).tolist()
   how = {'max_new_tokens': 48, 'temperature': temperature, 'seed': 3}
   plain = decode.generate(target, None, prompts, policy='plain', **how)

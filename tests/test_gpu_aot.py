@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eagle_jax.bench import compiled, described, shapes
-from eagle_jax.bench.compiled import ShapedPair
-from eagle_jax.bench.hlo import bytes_moved, num_kernels
+from eagle_jax.bench.aot import compiled, described
+from eagle_jax.bench.aot.compiled import ShapedPair
+from eagle_jax.bench.aot.hlo import bytes_moved, num_kernels
 from eagle_jax.bench.tune import Blank
+from eagle_jax.decode.step import decode_loop, decode_step
 from eagle_jax.draft.drafter import NoDrafter
-from eagle_jax.draft.policy import Chain, DynamicTree, Plain, StaticTree
-from eagle_jax.loop import decode_loop, decode_step
+from eagle_jax.evaluate import random_pairs
+from eagle_jax.kernels import attention_gpu
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sharding import make_mesh
-from eagle_jax.target import attention_gpu
 
 pytestmark = pytest.mark.gpu_aot
 
@@ -50,7 +51,7 @@ def compile_loop(pair: ShapedPair, policy):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_each_family_compiles(devices, family):
-  target, drafter = shapes.configs('tiny')
+  target, drafter = random_pairs.configs('tiny')
   target = dataclasses.replace(target, **FAMILIES[family])
   compile_loop(ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=64, batch=2), SMALL)
 
@@ -59,7 +60,7 @@ def test_each_family_compiles(devices, family):
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_smollm2_compiles(devices, policy, dtype):
   """Three layers of it: heads of 64, tied embeddings, a draft vocabulary."""
-  target, drafter = shapes.configs('smollm2_135m', draft_vocab_size=8192)
+  target, drafter = random_pairs.configs('smollm2_135m', draft_vocab_size=8192)
   target = dataclasses.replace(target, num_layers=3)
   compile_loop(ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=96, dtype=dtype), policy)
 
@@ -90,7 +91,7 @@ def test_a_target_pass_has_few_kernels_a_layer(devices):
   """One product leaves rows, and so does attention: nothing is transposed between them."""
 
   def kernels(num_layers):
-    target, drafter = shapes.configs('llama3_8b', draft_vocab_size=64)
+    target, drafter = random_pairs.configs('llama3_8b', draft_vocab_size=64)
     pair = ShapedPair(dataclasses.replace(target, num_layers=num_layers), drafter, make_mesh(devices[:1]))
     _, state = pair.prefill(pair.spec(SMALL))
     hlo = pair.compile(decode_step, state._replace(drafter=()), pair.spec(SMALL, Blank())).as_text()
@@ -103,13 +104,13 @@ def test_a_target_pass_has_few_kernels_a_layer(devices):
 @pytest.mark.parametrize(('num_model', 'batch'), [(4, 1), (2, 8)])
 def test_a_mesh_of_gpus_compiles(devices, num_model, batch):
   mesh = make_mesh(devices, num_model=num_model)
-  compile_loop(ShapedPair(*shapes.configs('tiny'), mesh, num_prompt=64, batch=batch), SMALL)
+  compile_loop(ShapedPair(*random_pairs.configs('tiny'), mesh, num_prompt=64, batch=batch), SMALL)
 
 
 def test_a_mesh_of_gpus_gathers_no_keys(devices):
   """Each of four has the keys of its own head; a device's part of them, joined with new rows, stays its own."""
   changes = {'num_kv_heads': 4, 'width': 320}  # of which no device has as many as there are in a head
-  target, drafter = (dataclasses.replace(config, **changes) for config in shapes.configs('tiny'))
+  target, drafter = (dataclasses.replace(config, **changes) for config in random_pairs.configs('tiny'))
   pair = ShapedPair(target, drafter, make_mesh(devices, num_model=4))
   _, state = pair.prefill(pair.spec(SMALL))
   hlo = pair.compile(decode_step, state, pair.spec(SMALL)).as_text()
@@ -120,7 +121,7 @@ def test_a_mesh_of_gpus_gathers_no_keys(devices):
 
 def test_a_commit_is_few_kernels_whatever_the_batch(devices):
   def kernels(batch):
-    pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=batch)
+    pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=batch)
     _, state = pair.prefill(pair.spec(SMALL))
     return num_kernels(pair.compile(decode_step, state, pair.spec(SMALL)).as_text())
 
@@ -130,7 +131,7 @@ def test_a_commit_is_few_kernels_whatever_the_batch(devices):
 @pytest.mark.parametrize(('policy', 'drafter'), [(Plain(), NoDrafter()), (SMALL, None)])
 def test_no_pass_copies_the_keys(devices, policy, drafter):
   """Into another layout, that is: behind the slots stand the new rows, in an array of its own."""
-  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]))
+  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]))
   _, state = pair.prefill(pair.spec(SMALL))
   state = state if drafter is None else state._replace(drafter=())
   hlo = pair.compile(decode_step, state, pair.spec(policy, drafter)).as_text()
@@ -141,7 +142,7 @@ def test_no_pass_copies_the_keys(devices, policy, drafter):
 
 def test_a_step_asks_the_host_how_to_draw_alone(devices):
   """No loop asks for its end, and of the branches greedy decoding comes to one."""
-  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
+  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
   _, state = pair.prefill(pair.spec(SMALL))
   hlo = pair.compile(decode_step, state, pair.spec(SMALL)).as_text()
   assert all('known_trip_count' in line for line in hlo.splitlines() if ' while(' in line)
@@ -150,7 +151,7 @@ def test_a_step_asks_the_host_how_to_draw_alone(devices):
 
 def test_a_quantised_drafter_is_read_in_bytes(devices):
   """Products take them as they are: no kernel makes floats of them first."""
-  target, drafter = shapes.configs('llama3_8b', draft_vocab_size=8192)
+  target, drafter = random_pairs.configs('llama3_8b', draft_vocab_size=8192)
   target = dataclasses.replace(target, num_layers=1)
   pair = ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=64)
 
@@ -166,7 +167,8 @@ def test_a_quantised_drafter_is_read_in_bytes(devices):
 
 
 def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
-  found = compiled.steps(ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64), sizes=(16, 60))
+  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
+  found = compiled.steps(pair, sizes=(16, 60))
   plain, *passes = (found[name] for name in ('plain step', 'target pass, 16 nodes', 'target pass, 60 nodes'))
   cycle = found['whole cycle, 60 nodes']
   assert 0 < plain.bytes_moved < passes[0].bytes_moved < passes[1].bytes_moved < cycle.bytes_moved

@@ -2,7 +2,7 @@
 
 import math
 
-from eagle_jax.bench.hlo import bytes_moved, estimated_cycles, num_kernels
+from eagle_jax.bench.aot.hlo import bytes_moved, estimated_cycles, num_kernels
 
 LISTING = """HloModule step
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip('gguf')
 
-from eagle_jax import hub
+from eagle_jax import files, hub
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.weights import fetch, folder, naming
 from eagle_jax.weights.load import assemble, flatten
@@ -428,11 +428,11 @@ def test_cache_folder(monkeypatch, tmp_path):
   monkeypatch.delenv('EAGLE_JAX_CACHE', raising=False)
   monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
   monkeypatch.setenv('HOME', str(tmp_path))
-  assert fetch.cache_folder() == tmp_path / '.cache' / 'eagle_jax'
+  assert files.cache_folder() == tmp_path / '.cache' / 'eagle_jax'
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
-  assert fetch.cache_folder() == tmp_path / 'xdg' / 'eagle_jax'
+  assert files.cache_folder() == tmp_path / 'xdg' / 'eagle_jax'
   monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path / 'own'))
-  assert fetch.cache_folder() == tmp_path / 'own'
+  assert files.cache_folder() == tmp_path / 'own'
 
 
 @pytest.mark.real

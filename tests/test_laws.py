@@ -11,16 +11,18 @@ import pytest
 from eagle_jax import cache as kv_cache
 from eagle_jax import sampling
 from eagle_jax.config import TargetConfig
-from eagle_jax.draft import Outlook
-from eagle_jax.draft.economy import Economy, Gains, Prices, best_size, is_level_worth
-from eagle_jax.draft.grow import Children, grow, likeliest_of_parts
-from eagle_jax.draft.policy import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
-from eagle_jax.loop import num_rows
-from eagle_jax.request import MAX_TEMPERATURE, MIN_TOP_P
-from eagle_jax.target import attention_tpu, layers, products
-from eagle_jax.target.layers import Experts, OverCache, SwiGLU
+from eagle_jax.decode.request import MAX_TEMPERATURE, MIN_TOP_P
+from eagle_jax.decode.step import num_rows
+from eagle_jax.decode.verify import at_once, verify, walk
+from eagle_jax.draft.expand import Children, grow, likeliest_of_parts
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.kernels import attention_tpu
+from eagle_jax.kernels import matmul as products
+from eagle_jax.models import layers
+from eagle_jax.models.layers import Experts, OverCache, SwiGLU
+from eagle_jax.policy.adaptive import Economy, Gains, Prices, best_size, is_level_worth
+from eagle_jax.policy.trees import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
-from eagle_jax.verify import at_once, verify, walk
 from oracle import numpy_keep
 
 SEEDS = range(20)

@@ -15,7 +15,7 @@ from eagle_jax import decode, hub
 from eagle_jax.config import Eagle3Config
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.policy import DynamicTree
+from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.weights import heads
 from eagle_jax.weights.naming import drafter_table
 from eagle_jax.weights.safetensors import read_safetensors

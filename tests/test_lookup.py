@@ -7,8 +7,8 @@ import pytest
 
 import tiny
 from eagle_jax import decode
-from eagle_jax.draft.lookup import FIRST, GROWTH, MAX_MATCH, Evidence, Lookup
-from eagle_jax.draft.policy import Chain, DynamicTree
+from eagle_jax.draft.ngram import FIRST, GROWTH, MAX_MATCH, Evidence, Lookup
+from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.tree import NO_TOKEN
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [30, 31, 32, 33, 34], [9, 9, 9, 9, 8, 7]]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import oracle
-from eagle_jax import loop
 from eagle_jax.cache import NewRows
-from eagle_jax.draft.economy import Economies, Gains, Prices
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, StaticTree
-from eagle_jax.prefill import prepare, run_prefill
+from eagle_jax.decode import step as loop
+from eagle_jax.decode.prefill import prepare, run_prefill
+from eagle_jax.decode.verify import at_once, verify
+from eagle_jax.policy.adaptive import Economies, Gains, Prices
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
-from eagle_jax.verify import at_once, verify
 
 VOCAB = 13
 PROMPTS = ((7,), (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11), (3, 3, 3, 3, 12))

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import auto, cost, decode, hub
+from eagle_jax import decode, hub
 from eagle_jax.config import Eagle3Config
+from eagle_jax.decode import auto
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.policy import Chain, DynamicTree
-from eagle_jax.target.quantised import Quantised, product_of_bytes, product_of_floats, quantised
+from eagle_jax.kernels.int8 import Quantised, product_of_bytes, product_of_floats, quantised
+from eagle_jax.policy import costs as cost
+from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.train.loop import train
 from test_acceptance import NUM_NEW, PROMPTS, drafter_of
 from test_acceptance import target as one_layer  # noqa: F401  a fixture

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax.decode import Generation, generate
+from eagle_jax.decode.generate import Generation, generate
+from eagle_jax.decode.prefill import pad_prompts, run_prefill
+from eagle_jax.decode.step import decode_loop
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import Chain, DynamicTree, StaticTree
-from eagle_jax.loop import decode_loop
-from eagle_jax.prefill import pad_prompts, run_prefill
-from eagle_jax.target.transformer import TransformerTarget
-from eagle_jax.train import replay
-from eagle_jax.train.replay import Traced, first_answer, observe, trace
+from eagle_jax.evaluate import trace as replay
+from eagle_jax.evaluate.trace import Traced, first_answer, observe, trace
+from eagle_jax.models.transformer import TransformerTarget
+from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
 from eagle_jax.train.shards import Example
 
 NUM_NEW = 24

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sharding import (
   PARAM_AXES,
   RULES,
@@ -23,7 +24,6 @@ from eagle_jax.sharding import (
   partition,
   require_whole_share,
 )
-from eagle_jax.target.transformer import TransformerTarget
 
 ROOT = Path(__file__).parents[1]
 SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import decode, keep_programs, stored
-from eagle_jax.draft.policy import Chain
-from eagle_jax.program import Program
+from eagle_jax import decode, keep_programs
+from eagle_jax.decode import stored
+from eagle_jax.decode.program import Program
+from eagle_jax.policy.trees import Chain
 
 
 @pytest.fixture

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eagle_jax.bench import compiled, described, shapes
-from eagle_jax.bench.compiled import NO_COPIES_AHEAD, ShapedPair
+from eagle_jax.bench.aot import compiled, described
+from eagle_jax.bench.aot.compiled import NO_COPIES_AHEAD, ShapedPair
 from eagle_jax.bench.tune import num_bytes
+from eagle_jax.decode.step import decode_loop, decode_step
 from eagle_jax.draft.drafter import NoDrafter
-from eagle_jax.draft.policy import Chain, DynamicTree, Plain
-from eagle_jax.loop import decode_loop, decode_step
+from eagle_jax.evaluate import random_pairs
+from eagle_jax.kernels import attention_tpu
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain
 from eagle_jax.sharding import make_mesh
-from eagle_jax.target import attention_tpu
 
 pytestmark = pytest.mark.tpu_aot
 log = logging.getLogger(__name__)
@@ -56,13 +57,13 @@ def assert_fits(programs):
 
 @pytest.mark.parametrize('draft_vocab_size', [None, 16])
 def test_a_tiny_pair_compiles_for_one_device(devices, draft_vocab_size):
-  pair = ShapedPair(*shapes.configs('tiny', draft_vocab_size=draft_vocab_size), make_mesh(devices[:1]))
+  pair = ShapedPair(*random_pairs.configs('tiny', draft_vocab_size=draft_vocab_size), make_mesh(devices[:1]))
   assert_fits(compile_all(pair, policy=DynamicTree(lookup=True))[0])
 
 
 def test_a_batch_with_one_new_row_each_compiles(devices):
   """Plain decoding, and a chain whose drafter runs one row after the root."""
-  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=8)
+  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=8)
   _, state = pair.prefill(pair.spec(Chain(2)))
   assert pair.compile(decode_step, state, pair.spec(Chain(2))).as_text().count(KERNEL) == 2 + 2
   plain = pair.compile(decode_step, state._replace(drafter=()), pair.spec(Plain(), NoDrafter()))
@@ -72,7 +73,7 @@ def test_a_batch_with_one_new_row_each_compiles(devices):
 @pytest.mark.parametrize('policy', [Plain(), DynamicTree(4, 4, 3, 12)])
 def test_a_batch_is_committed_in_place(devices, policy):
   """The caches lie as the kernel reads them, and a row of all layers is taken from the new ones at once."""
-  target, drafter = shapes.configs('tiny')
+  target, drafter = random_pairs.configs('tiny')
   target = dataclasses.replace(target, num_layers=12, num_kv_heads=4)
   pair = ShapedPair(target, drafter, make_mesh(devices, num_model=2), num_prompt=64, batch=16)
   spec = pair.spec(policy, NoDrafter() if isinstance(policy, Plain) else None)
@@ -108,7 +109,7 @@ def test_what_the_kernel_takes_compiles(devices, B, G, J, T, M, K, S, dtype):
 
 
 def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
-  pair = ShapedPair(*shapes.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
+  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
   found = compiled.steps(pair, sizes=(16, 60))
   flops = [found[name].flops for name in ('plain step', 'target pass, 16 nodes', 'target pass, 60 nodes')]
   assert 0 < flops[0] < flops[1] < flops[2] < found['whole cycle, 60 nodes'].flops
@@ -117,7 +118,7 @@ def test_what_the_compiler_says_of_a_tiny_pair_grows_with_the_tree(devices):
 
 
 def test_a_quantised_drafter_is_read_in_bytes(devices):
-  target, drafter = shapes.configs('llama3_8b', draft_vocab_size=8192)
+  target, drafter = random_pairs.configs('llama3_8b', draft_vocab_size=8192)
   target = dataclasses.replace(target, num_layers=1)
   pair = ShapedPair(target, drafter, make_mesh(devices, num_model=4), num_prompt=64)
 
@@ -131,7 +132,7 @@ def test_a_quantised_drafter_is_read_in_bytes(devices):
 
 
 def test_llama_8b_compiles_for_four_devices_and_reads_little_more_than_it_must(devices):
-  pair = ShapedPair(*shapes.configs('llama3_8b'), make_mesh(devices, num_model=len(devices)))
+  pair = ShapedPair(*random_pairs.configs('llama3_8b'), make_mesh(devices, num_model=len(devices)))
   programs, state = compile_all(pair, policy=DynamicTree())
   assert_fits(programs)
   num_drafts = DynamicTree().max_depth  # the accepted path and all levels but the root's children

@@ -14,12 +14,12 @@ import pytest
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.config import DrafterConfig, TargetConfig
-from eagle_jax.decode import generate
+from eagle_jax.decode.generate import generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.policy import Chain
 from eagle_jax.hub import load_drafter, save_drafter
-from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.trees import Chain
 from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
 from eagle_jax.train.checkpoint import metrics_log

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft import Outlook
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.policy import DynamicTree
-from eagle_jax.target.transformer import Taps
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.models.transformer import Taps
+from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.tree import NO_PARENT, ancestor_mask, depth, rerank
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.naming import drafter_table

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eagle_jax.target.transformer import TransformerTarget
+from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.weights import folder, naming
 from eagle_jax.weights import gguf as gguf_file
 from eagle_jax.weights.load import assemble, flatten

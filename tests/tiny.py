@@ -5,7 +5,7 @@ import jax
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Target, TransformerTarget
 
 TARGET = TargetConfig(
   vocab_size=97, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64, max_context=512

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from eagle_jax.config import DrafterConfig, TargetConfig
-from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data, make_shards, read_shard

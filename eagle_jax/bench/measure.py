@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.bench.questions import Question, tokenizer_of
-from eagle_jax.decode import Generation, generate
+from eagle_jax.decode.generate import Generation, generate
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.files import differences
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
 from eagle_jax.sharding import fetched
-from eagle_jax.target.transformer import Target, TransformerTarget
-from eagle_jax.weights.files import differences
 
 NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
 

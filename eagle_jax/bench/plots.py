@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle_jax.cost import Costs, Parts, plain_tok_per_s
-from eagle_jax.weights.files import replacing
+from eagle_jax.files import replacing
+from eagle_jax.policy.costs import Costs, Parts, plain_tok_per_s
 
 log = logging.getLogger('eagle_jax')
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle_jax.target.transformer import Target
+from eagle_jax.models.transformer import Target
 
 QUESTIONS = Path(__file__).parents[1] / 'assets' / 'questions'  # openly licensed; see README.md there
 

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from eagle_jax.bench.calibration import calibrate
 from eagle_jax.bench.measure import Answered, Bench
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import Question
 from eagle_jax.bench.summary import report, write
-from eagle_jax.draft.policy import DynamicTree
+from eagle_jax.evaluate.calibration import calibrate
+from eagle_jax.policy.trees import DynamicTree
 
 log = logging.getLogger('eagle_jax')
 

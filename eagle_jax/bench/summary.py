@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.bench.measure import NEAR_TIE, Answered, Timed, num_same
-from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.train.replay import Traced
-from eagle_jax.weights.files import replacing
+from eagle_jax.evaluate.trace import Traced
+from eagle_jax.files import replacing
+from eagle_jax.policy.trees import TreePolicy
 
 _DIFFERENT = 'near_ties', 'far_apart'  # see `details`
 NGRAM = 4  # tokens; of the measure of repetition

@@ -13,21 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.bench.calibration import Said, examples
-from eagle_jax.cost import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
-from eagle_jax.decode import Work, build, generate
+from eagle_jax.decode.generate import Work, build, generate
+from eagle_jax.decode.prefill import bucket, pad_prompts, prepare, run_prefill, slots_for
+from eagle_jax.decode.program import Program
+from eagle_jax.decode.state import DecodeState, Params, Spec
+from eagle_jax.decode.step import decode_loop
 from eagle_jax.device import bytes_per_s, flops_per_s, num_cores, ran_on
-from eagle_jax.draft import Outlook
 from eagle_jax.draft.drafter import Drafter, NoDrafter
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
-from eagle_jax.loop import decode_loop
-from eagle_jax.prefill import bucket, pad_prompts, prepare, run_prefill, slots_for
-from eagle_jax.program import Program
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.evaluate.calibration import Said, examples
+from eagle_jax.evaluate.trace import Nodes, Traced, observe, require_traceable, trace
+from eagle_jax.models.transformer import Target
+from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, mesh_of, num_devices, using
-from eagle_jax.state import DecodeState, Params, Spec
-from eagle_jax.target.transformer import Target
-from eagle_jax.train.replay import Nodes, Traced, observe, require_traceable, trace
 from eagle_jax.train.shards import Example
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, Eagle3Config
-from eagle_jax.draft import Outlook
-from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.target.quantised import Quantised, quantised
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.kernels.int8 import Quantised, quantised
+from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import Candidates, root_only
 
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft import Outlook
-from eagle_jax.draft.grow import Children, Frontier, first_width, grow, likeliest
-from eagle_jax.draft.lookup import Evidence
-from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.target.layers import (
+from eagle_jax.draft.expand import Children, Frontier, first_width, grow, likeliest
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.draft.ngram import Evidence
+from eagle_jax.kernels.matmul import float32_product
+from eagle_jax.models.layers import (
   DecoderLayer,
   Linear,
   Mix,
@@ -30,7 +30,7 @@ from eagle_jax.target.layers import (
   head_logits,
   unmixed,
 )
-from eagle_jax.target.products import float32_product
+from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
 
 

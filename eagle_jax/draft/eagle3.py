@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from eagle_jax.config import Eagle3Config
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.target.layers import Attention, Linear, Mix, RMSNorm, Rotation, SwiGLU, embed, unmixed
+from eagle_jax.models.layers import Attention, Linear, Mix, RMSNorm, Rotation, SwiGLU, embed, unmixed
 
 
 class Eagle3Head(nn.Module):

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.continuous import Request, Rows
+from eagle_jax.decode.batching import Request, Rows
+from eagle_jax.decode.prefill import bucket, pad_prompts
+from eagle_jax.decode.program import Program
+from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.draft.drafter import NoDrafter
-from eagle_jax.draft.policy import Plain
-from eagle_jax.prefill import bucket, pad_prompts
-from eagle_jax.program import Program
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.trees import Plain
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, mesh_of, row_axis_size, using
-from eagle_jax.state import DecodeState, Params, Spec
-from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation, Message, Refused, counting, text_before
 
 _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from eagle_jax.files import differences, replacing
 from eagle_jax.processes import is_lead, write_once
 from eagle_jax.train.step import TrainState
-from eagle_jax.weights.files import differences, replacing
 
 log = logging.getLogger('eagle_jax')
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle_jax.weights.files import replacing
+from eagle_jax.files import replacing
 
 Message = dict[str, str]  # 'role': system, user or assistant; 'content'
 

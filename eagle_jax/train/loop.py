@@ -19,8 +19,10 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.device import flops_per_s
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.policy import DynamicTree
+from eagle_jax.evaluate.trace import trace
 from eagle_jax.hub import save_drafter
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.processes import in_lead, is_lead
 from eagle_jax.sharding import (
   fetched,
@@ -32,12 +34,10 @@ from eagle_jax.sharding import (
   require_whole_share,
   using,
 )
-from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, settle_settings
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.replay import trace
 from eagle_jax.train.shards import Example
 from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
 

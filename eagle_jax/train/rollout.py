@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.target.layers import HIDDEN, Mix, mixed, scores
+from eagle_jax.models.layers import HIDDEN, Mix, mixed, scores
 from eagle_jax.train.data import Packed
 
 

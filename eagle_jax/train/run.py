@@ -19,17 +19,17 @@ from eagle_jax.config import DrafterConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
+from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.processes import in_lead, is_lead
 from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, using
-from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.train.checkpoint import settle_settings
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
 from eagle_jax.train.shards import Data, Example, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
-from eagle_jax.weights.files import differences
 
 log = logging.getLogger('eagle_jax')
 

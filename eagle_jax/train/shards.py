@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.continuous import Request
+from eagle_jax.decode.batching import Request
+from eagle_jax.models.transformer import Target
 from eagle_jax.processes import write_once
-from eagle_jax.target.transformer import Target
 from eagle_jax.train.answers import Answerer, features, synthesize
 from eagle_jax.train.conversations import (
   Conversation,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.models.layers import head_logits
+from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sharding import constrain, param_shardings
-from eagle_jax.target.layers import head_logits
-from eagle_jax.target.transformer import TransformerTarget
 from eagle_jax.train import losses
 from eagle_jax.train.data import Packed
 from eagle_jax.train.rollout import earlier, reachable, rollout, started

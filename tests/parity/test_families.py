@@ -16,8 +16,8 @@ import tiny
 from eagle_jax import decode, hub
 from eagle_jax.cache import append
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft.policy import DynamicTree
-from eagle_jax.target.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.tree import NO_PARENT, ancestor_mask, depth
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import flatten

@@ -17,8 +17,8 @@ import torch
 
 import tiny
 from eagle_jax import decode, hub
-from eagle_jax.draft.policy import DynamicTree
-from eagle_jax.target.transformer import Taps
+from eagle_jax.models.transformer import Taps
+from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.weights.safetensors import write_safetensors
 
 pytestmark = pytest.mark.parity

@@ -13,7 +13,7 @@ import torch
 from torch_llama import llama, llama_of
 
 from eagle_jax.config import TargetConfig
-from eagle_jax.target.transformer import Transformer
+from eagle_jax.models.transformer import Transformer
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import assemble
 

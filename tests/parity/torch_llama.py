@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from eagle_jax.config import TargetConfig
-from eagle_jax.target.transformer import Target
+from eagle_jax.models.transformer import Target
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import flatten
 

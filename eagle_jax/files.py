@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one, and telling what they say otherwise."""
+"""Write files so that a reader never sees half of one; the cache folder; how two sets of settings differ."""
 
 import contextlib
 import os
@@ -6,6 +6,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+
+def cache_folder() -> Path:
+  """$EAGLE_JAX_CACHE, else $XDG_CACHE_HOME/eagle_jax, else ~/.cache/eagle_jax."""
+  if own := os.environ.get('EAGLE_JAX_CACHE'):
+    return Path(own)
+  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'eagle_jax'
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from eagle_jax.draft.economy import best_size, is_level_worth
+from eagle_jax.policy.adaptive import best_size, is_level_worth
 
 # EAGLE-1's tree, as paths of sibling ranks: 25 drafted nodes (EAGLE.md section 5; the reference's `mc_sim_7b_63`).
 EAGLE1_PATHS = (

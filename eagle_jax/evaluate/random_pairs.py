@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.sharding import param_shardings
-from eagle_jax.target.transformer import Target, TransformerTarget
 
 _SIZES: dict[str, dict[str, Any]] = {
   'tiny': {

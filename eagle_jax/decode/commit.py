@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.cache import NewRows, append
-from eagle_jax.state import DecodeState, Limits, Spec
-from eagle_jax.verify import Verdict
+from eagle_jax.decode.state import DecodeState, Limits, Spec
+from eagle_jax.decode.verify import Verdict
 
 
 def is_eos(token: jax.Array, limits: Limits) -> jax.Array:

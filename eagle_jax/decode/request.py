@@ -10,7 +10,7 @@ import numpy as np
 
 from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.target.transformer import Target
+from eagle_jax.models.transformer import Target
 
 MAX_TEMPERATURE = 1e6  # there all tokens are about as likely; at 1e38, temperature x noise overflows
 MIN_TOP_P = float(np.finfo(np.float32).tiny)  # below, XLA may compute with 0, and 0 keeps no token

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.draft import Outlook
-from eagle_jax.draft.policy import TreePolicy, level_starts
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 PART = 512  # of a vocabulary

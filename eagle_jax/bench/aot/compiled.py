@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.bench.hlo import bytes_moved, estimated_cycles, num_kernels
+from eagle_jax.bench.aot.hlo import bytes_moved, estimated_cycles, num_kernels
 from eagle_jax.bench.tune import Blank, bytes_read
 from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.decode.prefill import prepare, run_prefill
+from eagle_jax.decode.state import Params, Spec, tile_rows
+from eagle_jax.decode.step import decode_step
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.policy import DynamicTree, Plain, TreePolicy
-from eagle_jax.loop import decode_step
-from eagle_jax.prefill import prepare, run_prefill
+from eagle_jax.models.transformer import TransformerTarget
+from eagle_jax.policy.trees import DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import param_shardings
-from eagle_jax.state import Params, Spec, tile_rows
-from eagle_jax.target.transformer import TransformerTarget
 
 # XLA:TPU copies weights into fast memory ahead of their use, and `cost_analysis` counts such a byte three times: read,
 # written, read again. Without these copies 'bytes accessed' is what crosses the main memory's bus.

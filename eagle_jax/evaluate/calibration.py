@@ -7,10 +7,10 @@ import numpy as np
 
 from eagle_jax.bench.measure import Answered
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.target.transformer import Target
+from eagle_jax.evaluate.trace import Nodes, observe
+from eagle_jax.models.transformer import Target
+from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.train.answers import features
-from eagle_jax.train.replay import Nodes, observe
 from eagle_jax.train.shards import Example
 
 

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.cache import NewRows
-from eagle_jax.commit import at_rows, commit
-from eagle_jax.draft import Outlook
-from eagle_jax.draft.lookup import Lookup
-from eagle_jax.draft.policy import TreePolicy, level_starts
+from eagle_jax.decode.commit import at_rows, commit
+from eagle_jax.decode.state import DecodeState, Params, Spec
+from eagle_jax.decode.verify import Verdict, verify
+from eagle_jax.draft.interface import Outlook
+from eagle_jax.draft.ngram import Lookup
+from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.sampling import choose, perturbation
 from eagle_jax.sharding import num_row_parts
-from eagle_jax.state import DecodeState, Params, Spec
 from eagle_jax.tree import Candidates, DraftTree, ancestor_mask, depth, padded, rerank
-from eagle_jax.verify import Verdict, verify
 
 
 def outlook(state: DecodeState, economy: Any, *, spec: Spec) -> Outlook:

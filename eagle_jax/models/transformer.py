@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import TargetConfig
+from eagle_jax.models.layers import DecoderLayer, Embedding, OverCache, RMSNorm, Rotation, head_logits
 from eagle_jax.sharding import mesh_of, param_sharding, put
-from eagle_jax.target.layers import DecoderLayer, Embedding, OverCache, RMSNorm, Rotation, head_logits
 
 
 @dataclasses.dataclass(frozen=True)

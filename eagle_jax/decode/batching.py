@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.cache import in_blocks
-from eagle_jax.loop import decode_step
-from eagle_jax.prefill import bucket, pad_prompts, run_prefill
-from eagle_jax.program import Program
+from eagle_jax.decode.prefill import bucket, pad_prompts, run_prefill
+from eagle_jax.decode.program import Program
+from eagle_jax.decode.state import SHARED, DecodeState, Limits, Params, Spec
+from eagle_jax.decode.step import decode_step
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, using
-from eagle_jax.state import SHARED, DecodeState, Limits, Params, Spec
 
 _NEAR = 32  # refills' worth of waiting requests, among which those of like length are chosen
 

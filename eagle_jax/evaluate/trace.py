@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.cache import KVCache, NewRows
-from eagle_jax.decode import build
+from eagle_jax.decode.generate import build
+from eagle_jax.decode.prefill import pad_prompts, prepare, run_prefill
+from eagle_jax.decode.state import DecodeState, Params, Spec
+from eagle_jax.decode.step import cycle, decode_loop, result
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import TreePolicy
-from eagle_jax.loop import cycle, decode_loop, result
-from eagle_jax.prefill import pad_prompts, prepare, run_prefill
+from eagle_jax.models.transformer import Target
+from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched
-from eagle_jax.state import DecodeState, Params, Spec
-from eagle_jax.target.transformer import Target
 from eagle_jax.train.shards import Example
 from eagle_jax.tree import NO_TOKEN, DraftTree
 

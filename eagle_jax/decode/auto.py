@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from eagle_jax.cost import Costs, find
+from eagle_jax.decode.request import at_least_one, require_pair
 from eagle_jax.device import device_name
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
-from eagle_jax.request import at_least_one, require_pair
+from eagle_jax.models.transformer import Target
+from eagle_jax.policy.costs import Costs, find
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sharding import mesh_of, num_row_parts
-from eagle_jax.target.transformer import Target
 
 log = logging.getLogger('eagle_jax')
 

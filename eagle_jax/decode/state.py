@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.cache import KVCache
-from eagle_jax.draft import DraftNetwork
-from eagle_jax.draft.policy import TreePolicy
+from eagle_jax.draft.interface import DraftNetwork
+from eagle_jax.models.interface import TargetNetwork
+from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import CACHE_AXES, constrain
-from eagle_jax.target import TargetNetwork
 from eagle_jax.tree import NO_TOKEN
 
 SHARED = 'sampling', 'limits', 'room'  # fields of a state that all its rows share; of the others each row has its own

@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.draft.economy import Economies, Gains, Prices
-from eagle_jax.draft.policy import Adaptive, Chain, DynamicTree, Plain, TreePolicy
-from eagle_jax.weights.fetch import cache_folder
-from eagle_jax.weights.files import replacing
+from eagle_jax.files import cache_folder, replacing
+from eagle_jax.policy.adaptive import Economies, Gains, Prices
+from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 
 VERSION = 5  # of the stored form
-SHIPPED = Path(__file__).parent / 'assets' / 'costs'
+SHIPPED = Path(__file__).parents[1] / 'assets' / 'costs'
 KINDS = {'plain': Plain, 'chain': Chain, 'dynamic': DynamicTree, 'adaptive': Adaptive}
 
 # How far the gain of a pass, tau - 1, differs between the texts of a batch, over its mean. Measured with the shipped
@@ -281,6 +280,7 @@ def write(costs: Parts, folder: Path | None = None) -> Path:
   path = folder / f'{"".join(c if c.isalnum() else "-" for c in name)}.json'
   with replacing(path) as temporary:
     temporary.write_text(json.dumps({'version': VERSION, **dataclasses.asdict(costs)}, indent=1), encoding='utf-8')
+  log.info('written to %s', path)
   return path
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.cache import filled
-from eagle_jax.commit import at_rows, is_eos
-from eagle_jax.draft import DraftNetwork
-from eagle_jax.request import at_least_one, integer_array, known_integers, require_valid_rows
+from eagle_jax.decode.commit import at_rows, is_eos
+from eagle_jax.decode.request import at_least_one, integer_array, known_integers, require_valid_rows
+from eagle_jax.decode.state import DecodeState, Limits, Params, Room, Spec
+from eagle_jax.draft.interface import DraftNetwork
+from eagle_jax.models.interface import TargetNetwork
+from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sampling import Sampling, choose
-from eagle_jax.state import DecodeState, Limits, Params, Room, Spec
-from eagle_jax.target import TargetNetwork
-from eagle_jax.target.transformer import TransformerTarget
 
 MIN_BUCKET = 16
 

@@ -17,24 +17,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.auto import settle
 from eagle_jax.config import Eagle3Config
-from eagle_jax.continuous import Request, Rows, in_order
-from eagle_jax.cost import Costs
+from eagle_jax.decode.auto import settle
+from eagle_jax.decode.batching import Request, Rows, in_order
+from eagle_jax.decode.prefill import bucket, pad_prompts, prefill, prepare, run_prefill
+from eagle_jax.decode.program import Program
+from eagle_jax.decode.request import at_least_one, known_integers, require_pair, require_valid, token_ids
+from eagle_jax.decode.state import DecodeState, Params, Spec
+from eagle_jax.decode.step import decode_loop, decode_step, result
 from eagle_jax.draft.drafter import Drafter, NoDrafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.policy import Adaptive, Plain, TreePolicy
-from eagle_jax.loop import decode_loop, decode_step, result
-from eagle_jax.prefill import bucket, pad_prompts, prefill, prepare, run_prefill
+from eagle_jax.kernels.int8 import quantised
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.costs import Costs
+from eagle_jax.policy.trees import Adaptive, Plain, TreePolicy
 from eagle_jax.processes import require_same
-from eagle_jax.program import Program
-from eagle_jax.request import at_least_one, known_integers, require_pair, require_valid, token_ids
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, is_shared, mesh_of, placed, using
-from eagle_jax.state import DecodeState, Params, Spec
-from eagle_jax.target.quantised import quantised
-from eagle_jax.target.transformer import Target, TransformerTarget
 from eagle_jax.text import Detokenizer
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from eagle_jax import stored
+from eagle_jax.decode import stored
 
 MAX_PROGRAMS = 16  # that one function keeps
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.target.products import applied
+from eagle_jax.kernels.matmul import applied
 
 LARGEST = 127  # of int8, to both sides
 

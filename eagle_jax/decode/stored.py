@@ -18,11 +18,11 @@ import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from eagle_jax.device import cpu_features, ran_on
-from eagle_jax.weights.files import replacing
+from eagle_jax.files import replacing
 
 log = logging.getLogger('eagle_jax')
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _SOURCES = hashlib.sha256(b''.join(path.read_bytes() for path in sorted(_PACKAGE.rglob('*.py')))).hexdigest()
 _FLAGS = 'XLA_FLAGS', 'LIBTPU_INIT_ARGS'
 
@@ -99,7 +99,7 @@ def _is_ours(value: Any) -> bool:
   this package's dataclasses."""
   if dataclasses.is_dataclass(value):
     fields = (getattr(value, field.name) for field in dataclasses.fields(value))
-    return type(value).__module__.startswith(f'{__package__}.') and all(map(_is_ours, fields))
+    return type(value).__module__.startswith('eagle_jax.') and all(map(_is_ours, fields))
   if type(value) is tuple:
     return all(map(_is_ours, value))
   is_dtype = isinstance(value, np.dtype) or isinstance(getattr(value, 'dtype', None), np.dtype)  # jnp.float32 has one

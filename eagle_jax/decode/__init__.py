@@ -1,0 +1,16 @@
+"""Decode prompts with a target and a drafter: `generate`, `stream`, and the pure functions they are made of.
+
+params, spec = build(target, drafter)              arrays, and what the program is made for
+state = prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=128)
+state = decode_loop(params, state, spec=spec)      or decode_step, one step at a time
+tokens_BN, length_B, num_accepted_BN = result(state)
+"""
+
+from eagle_jax.decode.generate import Answer, Chunk, Generation, build, generate, generate_each, stream
+from eagle_jax.decode.prefill import pad_prompts, prefill
+from eagle_jax.decode.step import decode_loop, decode_step, result
+
+__all__ = [
+  'Answer', 'Chunk', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'generate_each', 'pad_prompts',
+  'prefill', 'result', 'stream',
+]  # fmt: skip
