@@ -10,9 +10,9 @@ Names carry shapes; one letter is one dimension, everywhere:
     M new rows beside the cache        Z sizes of a target pass     d depths      E experts
     X, Y values measured at            n, 1 any number, one
 
-`p` is the target and `q` the drafter. Read in this order: tree, verify, cache, sampling, target/layers,
-target/transformer, draft/economy, draft/policy, draft/grow, draft/lookup, draft/eagle, draft/eagle3, commit, loop,
-prefill, decode, cost.
+`p` is the target and `q` the drafter. Read in this order: tree, cache, sampling, models/layers,
+models/transformer, policy/adaptive, policy/trees, policy/costs, draft/ngram, draft/expand, draft/eagle, draft/eagle3,
+decode/verify, decode/commit, decode/prefill, decode/step, decode/generate.
 """
 
 from eagle_jax import decode

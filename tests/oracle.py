@@ -56,7 +56,7 @@ def unpack(feature_2R: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OracleTarget:
-  """A `target.TargetNetwork`: tokens lie in the cache as keys, positions as values."""
+  """A `models.interface.TargetNetwork`: tokens lie in the cache as keys, positions as values."""
 
   vocab_size: int = 13
   eos_ids: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ def every_token(vocab_size: int, batch: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OracleDrafter:
-  """A `draft.DraftNetwork` whose trees hold the target's own next token with probability `hit` at each node."""
+  """A `draft.interface.DraftNetwork` whose trees hold the target's own next token with probability `hit` at each node."""
 
   vocab_size: int = 13
   hit: float = 0.8

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import re
+import sys
 import weakref
 
 import jax
@@ -16,7 +17,7 @@ import tiny
 from eagle_jax import decode
 from eagle_jax.config import DrafterConfig
 from eagle_jax.decode import program
-from eagle_jax.decode.generate import _LOOP, _PREFILL, _STEP
+from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.draft.interface import Outlook
 from eagle_jax.models.layers import OverCache
@@ -34,6 +35,9 @@ SAMPLINGS = (
 SMALL = DynamicTree(4, 3, 3, 8)
 ADAPTIVE = Adaptive(4, 3, 3, 8, smaller=(1, 4))
 NUM_NEW = 40
+
+
+GENERATE = sys.modules['eagle_jax.decode.generate']  # the function of that name hides the module
 
 
 class Bytes:
@@ -267,21 +271,21 @@ def test_a_second_call_compiles_nothing(target, drafter):
 
 def test_a_new_bucket_compiles_each_program_once(target, drafter, monkeypatch):
   """And the listener of the test above does hear compilations."""
-  monkeypatch.setattr(decode, '_PREFILL', Program(decode.run_prefill))
-  monkeypatch.setattr(decode, '_LOOP', Program(decode.decode_loop))
+  monkeypatch.setattr(GENERATE, '_PREFILL', Program(run_prefill))
+  monkeypatch.setattr(GENERATE, '_LOOP', Program(decode.decode_loop))
   with compile_events() as events:
     for prompt_len in (17, 20, 24):
       decode.generate(target, drafter, [[1] * prompt_len], max_new_tokens=70, policy=SMALL)
   assert sum('backend_compile' in event for event in events) >= 2
-  assert (len(_PREFILL._compiled), len(_LOOP._compiled)) == (1, 1)
+  assert (len(GENERATE._PREFILL._compiled), len(GENERATE._LOOP._compiled)) == (1, 1)
 
 
 def test_policies_share_a_prefill(target, drafter, monkeypatch):
   """What it makes room for lies in one bucket."""
-  monkeypatch.setattr(decode, '_PREFILL', Program(decode.run_prefill))
+  monkeypatch.setattr(GENERATE, '_PREFILL', Program(run_prefill))
   for policy in (SMALL, Chain(3), Chain(2, lookup=True)):
     decode.generate(target, drafter, PROMPTS, max_new_tokens=33, policy=policy)
-  assert len(_PREFILL._compiled) == 1
+  assert len(GENERATE._PREFILL._compiled) == 1
 
 
 def test_one_layer_is_traced_for_all(monkeypatch):
@@ -321,7 +325,7 @@ def test_generate_runs_two_programs_however_long_the_text(target, drafter, monke
   for max_new_tokens in (1, 2, 16, 40):
     runs.clear()
     decode.generate(target, drafter, PROMPTS, max_new_tokens=max_new_tokens, policy=SMALL)
-    assert runs == [_PREFILL, _LOOP]
+    assert runs == [GENERATE._PREFILL, GENERATE._LOOP]
 
 
 def primitives(jaxpr):
@@ -554,12 +558,12 @@ def test_bad_streams_fail_at_the_call(target, drafter, plain, change, words):
 
 
 def test_all_is_compiled_before_the_first_token_and_nothing_that_is_not_run(target, drafter, monkeypatch):
-  monkeypatch.setattr(decode, '_STEP', Program(decode.decode_step))
+  monkeypatch.setattr(GENERATE, '_STEP', Program(decode.decode_step))
   assert len(list(decode.stream(target, drafter, PROMPTS[0], max_new_tokens=1, policy=SMALL))) == 1
-  assert not _STEP._compiled
+  assert not GENERATE._STEP._compiled
   chunks = decode.stream(target, drafter, PROMPTS[0], max_new_tokens=9, policy=SMALL, eos_ids=())
   assert len(next(chunks).tokens) == 1
-  assert len(_STEP._compiled) == 1
+  assert len(GENERATE._STEP._compiled) == 1
   assert sum(len(chunk.tokens) for chunk in chunks) == 8
 
 

@@ -314,7 +314,7 @@ def one_wrong_bit(parent_T, *, max_depth):
 
 
 def noise_of_the(key):
-  """`loop.verify_rows` whose noise belongs to something else than the position."""
+  """`step.verify_rows` whose noise belongs to something else than the position."""
 
   def verify_rows(tree, logits_VBT, state, *, max_depth):
     def verify_row(tree, logits_VT, row_id, length, num_passes):

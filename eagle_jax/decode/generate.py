@@ -279,7 +279,7 @@ class Answers(Iterator[Answer]):
     yield from enumerate(rows)
 
   def _by_and_by(self, asked: '_Asked', mesh: Mesh | None) -> Iterator[tuple[int, Any]]:
-    """The same, of more requests than are decoded together, as they are finished: see `continuous`."""
+    """The same, of more requests than are decoded together, as they are finished: see `batching`."""
     row_ids = asked.how['row_ids'] or range(len(asked.ids))
     rows = Rows(
       asked.params,

@@ -23,7 +23,7 @@ class Params(NamedTuple):
 
   target: Any
   drafter: Any
-  economies: Any = ()  # a `draft.economy.Economies`, where the policy weighs costs
+  economies: Any = ()  # a `policy.adaptive.Economies`, where the policy weighs costs
 
 
 def tile_rows(platform: str) -> int:

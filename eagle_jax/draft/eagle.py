@@ -73,7 +73,7 @@ class Drafted(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Eagle:
-  """`EagleHead` as the pure functions that the decode loop calls (`draft.DraftNetwork`).
+  """`EagleHead` as the pure functions that the decode loop calls (`draft.interface.DraftNetwork`).
 
   Its params: `fc` and `layer`, and by reference `embed` [V, D] and `head` [U, D] of the target, with `ids` [U] i32, the
   target id of each row of that head: all of them, or a draft vocabulary. Then `whole_head` [V, D] has all rows. All
@@ -119,7 +119,7 @@ class Eagle:
     return self.rows(params, token_BT, feature_DBT, position_BT, mix)
 
   def follow(self, params, state: EagleState, token_BP, taps) -> Followed:
-    """Each row sees the text and all up to itself; see `draft.DraftNetwork.follow`."""
+    """Each row sees the text and all up to itself; see `draft.interface.DraftNetwork.follow`."""
     batch, num_rows = token_BP.shape
     position_BP = state.cache.length[:, None] + jnp.arange(num_rows)[None]
     causal_BPP = jnp.broadcast_to(jnp.tri(num_rows, dtype=bool), (batch, num_rows, num_rows))
@@ -128,7 +128,7 @@ class Eagle:
     return Followed(out_DBP, NewRows((keys,), (values,)))
 
   def absorb(self, state: EagleState, followed: Followed, count_B) -> EagleState:
-    """Keeps the first `count` rows a batch row; see `draft.DraftNetwork.absorb`."""
+    """Keeps the first `count` rows a batch row; see `draft.interface.DraftNetwork.absorb`."""
     newest_B = jnp.maximum(count_B - 1, 0)
     newest_BD = jnp.take_along_axis(followed.out, newest_B[None, :, None], axis=2, mode='clip')[..., 0].T
     feature_BD = jnp.where(count_B[:, None] > 0, newest_BD, state.feature)

@@ -55,7 +55,7 @@ class Eagle3Head(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3(Eagle):
-  """`Eagle3Head` as the pure functions that the decode loop calls (`draft.DraftNetwork`).
+  """`Eagle3Head` as the pure functions that the decode loop calls (`draft.interface.DraftNetwork`).
 
   Its params: those of the head, and `embed` [V, D], its own or by reference the target's, `head` [U, D] of its own, and
   `ids` [U] i32, the target id of each row of that head.

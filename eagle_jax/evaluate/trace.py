@@ -45,7 +45,7 @@ class ReplayTaps(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-  """A `target.TargetNetwork` that looks at positions alone and says what was said there.
+  """A `models.interface.TargetNetwork` that looks at positions alone and says what was said there.
 
   At a node that is not on the text's own path this is no target's choice; but the walk of `verify` reaches none.
   """

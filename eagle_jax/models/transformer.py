@@ -107,7 +107,7 @@ class Transformer(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TransformerTarget:
-  """`Transformer` as the pure functions that the decode loop calls (`target.TargetNetwork`)."""
+  """`Transformer` as the pure functions that the decode loop calls (`models.interface.TargetNetwork`)."""
 
   config: TargetConfig
   dtype: Any = jnp.float32

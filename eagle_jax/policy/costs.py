@@ -212,7 +212,7 @@ class Calibration:
   temperature: float  # of the text
   log_q: tuple[float, ...]  # ascending, nats
   value: tuple[float, ...]  # share accepted, never falling
-  growth: tuple[float, ...]  # by depth of a frontier: see `economy.Gains`
+  growth: tuple[float, ...]  # by depth of a frontier: see `adaptive.Gains`
 
   @classmethod
   def of(cls, *, temperature: float, **curves: Sequence[float]) -> 'Calibration':

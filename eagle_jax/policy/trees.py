@@ -54,7 +54,7 @@ class TreePolicy(Protocol):
 
   @property
   def lookup(self) -> bool:
-    """May the drafter look at what the text said before? See `draft.lookup`."""
+    """May the drafter look at what the text said before? See `draft.ngram`."""
     ...
 
   def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ class DynamicTree(Fixed):
     fanout: children each of them offers.
     max_depth: edges from root to deepest leaf; the reference's `depth` is one less.
     num_nodes: nodes kept for the target pass, root included: the reference's `total_token`.
-    lookup: raise what followed an earlier match of the text (`draft.lookup`; no part of EAGLE-2).
+    lookup: raise what followed an earlier match of the text (`draft.ngram`; no part of EAGLE-2).
   """
 
   width: int = 10

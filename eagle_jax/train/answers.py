@@ -1,4 +1,4 @@
-"""The target answers prompts, by plain decoding of many rows (see `continuous`).
+"""The target answers prompts, by plain decoding of many rows (see `decode.batching`).
 
 A `Recorder` stands where a drafter would: it drafts nothing, and what a drafter would absorb (the features of the
 committed rows) it writes down.

@@ -114,7 +114,7 @@ class ShapedPair:
     return program, placed(lowered.out_info, program.output_shardings)
 
   def compile(self, run: Any, state: Any, spec: Spec, options: Mapping[str, str] | None = None) -> Any:
-    """`loop.decode_step` or `decode_loop` behind `state`."""
+    """`decode.decode_step` or `decode_loop` behind `state`."""
     params = self.params()
     with jax.set_mesh(self.mesh):
       return run.lower(params, state, spec=spec).compile(options)
