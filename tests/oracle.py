@@ -96,7 +96,7 @@ def every_token(vocab_size: int, batch: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OracleDrafter:
-  """A `draft.interface.DraftNetwork` whose trees hold the target's own next token with probability `hit` at each node."""
+  """A `draft.interface.DraftNetwork` whose trees hold the target's next token with probability `hit` at each node."""
 
   vocab_size: int = 13
   hit: float = 0.8

@@ -74,7 +74,7 @@ def train(
     origin: what else decides the run, such as where its examples come from; of strings, numbers and dicts.
     provenance: goes into the drafter's folder, with step and metrics.
     report_every: steps between two evaluations with a checkpoint each: what a kill loses at most.
-    num_traced: held-out examples whose answers each evaluation decodes anew, for `tree_tau`: see `evaluate.trace.trace`.
+    num_traced: held-out examples whose answers each evaluation decodes anew, for `tree_tau`: see `evaluate.trace`.
     progress: show a bar.
 
   Returns:
