@@ -1,7 +1,7 @@
-"""Several processes of one program, as on a TPU pod: each has devices of its own, and holds their parts of arrays.
+"""Several processes that run one program, as on a TPU pod: each has its own devices and holds their shards.
 
-All must do the same things in the same order: for what one of them leaves out, the others wait. JAX's own
-`jax.distributed` joins them; a program that does not call it is a process alone.
+All of them must make the same calls in the same order, or the others hang. `jax.distributed` connects them; a program
+that never calls it is a single process.
 """
 
 import zlib
@@ -15,14 +15,14 @@ from jax.experimental import multihost_utils
 
 
 def join(cluster: str) -> None:
-  """Finds the other processes. Comes before anything else that JAX is asked for.
+  """Connect to the other processes. Must run before any other JAX call.
 
   Args:
-    cluster: 'auto' where JAX knows the cluster (Cloud TPU, Slurm, Open MPI, Kubernetes), or 'HOST:PORT,NUMBER,INDEX':
-      an address that the first process listens at, how many processes there are, and which of them this is.
+    cluster: 'auto' where JAX detects the cluster (Cloud TPU, Slurm, Open MPI, Kubernetes), or 'HOST:PORT,NUMBER,INDEX':
+      the address that the first process listens on, the number of processes, and the index of this one.
 
   Raises:
-    ValueError: it is neither, or JAX knows no cluster here.
+    ValueError: it is neither, or JAX detects no cluster here.
   """
   address: dict[str, Any] = {}
   if cluster != 'auto':
@@ -37,32 +37,32 @@ def join(cluster: str) -> None:
     raise ValueError(f'The cluster {cluster!r} cannot be joined: {error} Give its HOST:PORT,NUMBER,INDEX.') from error
 
 
-def is_lead() -> bool:
-  """Whether this is the process that writes files and speaks to the user."""
+def is_main_process() -> bool:
+  """Return whether this is the process that writes files and prints."""
   return jax.process_index() == 0
 
 
-def lead_says(value: bool) -> bool:
-  """The lead's value, in all: processes may see a folder at different moments."""
+def broadcast_from_main(value: bool) -> bool:
+  """Return the main process's value in every process, since they may look at a folder at different moments."""
   return bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
 
 
-def in_lead(run: Callable[..., Any], *args: Any, **how: Any) -> None:
-  """Calls a function in the lead alone; the others wait until it is done, and find what it wrote."""
-  if is_lead():
+def on_main(run: Callable[..., Any], *args: Any, **how: Any) -> None:
+  """Call a function in the main process alone; the others wait until it returns, so they see what it wrote."""
+  if is_main_process():
     run(*args, **how)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(getattr(run, '__name__', ''))
 
 
 def write_once(path: Path, make: Callable[[], Any], write: Callable[[Path, Any], None]) -> None:
-  """Where a file is missing, all make what it holds, and the lead writes it."""
-  if not lead_says(path.exists()):
-    in_lead(write, path, make())
+  """If the file is missing, compute its content in every process and write it in the main one."""
+  if not broadcast_from_main(path.exists()):
+    on_main(write, path, make())
 
 
 def require_same(what: str, value: Any) -> None:
-  """ValueError in every process if they came with different values, by their `repr`."""
+  """Raise a ValueError in every process if their values differ, compared by `repr`."""
   mine = np.uint32(zlib.crc32(repr(value).encode()))
   if len({*multihost_utils.process_allgather(mine).tolist()}) > 1:
-    raise ValueError(f'{what} differs from process to process; all of them must come with the same.')
+    raise ValueError(f'{what} differs between processes; all of them must pass the same value.')

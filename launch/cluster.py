@@ -17,9 +17,9 @@ flags.DEFINE_string(
 
 
 def join():
-  """Finds the other processes, if there are any; of all, the first prints. Comes before anything else."""
+  """Connect to the other processes, if there are any; only the main one prints. Must run before anything else."""
   if FLAGS.cluster is None:
     return
   processes.join(FLAGS.cluster)
-  if not processes.is_lead():
+  if not processes.is_main_process():
     sys.stdout = open(os.devnull, 'w')  # noqa: SIM115 for as long as the process lives

@@ -20,7 +20,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.sharding import make_mesh, param_shardings, using
 from eagle_jax.train.data import batches
-from eagle_jax.train.loop import begin, borrow, place, train
+from eagle_jax.train.loop import begin, frozen_inputs, place, train
 from eagle_jax.train.run import dry_run
 from eagle_jax.train.shards import Example
 from eagle_jax.train.step import Objective, Recipe, train_step
@@ -54,7 +54,7 @@ def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]], int]
   data, losses = examples(width), []
   reader = None if width else TransformerTarget(TARGET)
   with using(mesh):
-    frozen = borrow(target, DRAFTER, data)[0]
+    frozen = frozen_inputs(target, DRAFTER, data)[0]
     state = begin(Eagle(DRAFTER).init_params(jax.random.key(1)), RECIPE, mesh)
     stream = batches(data, num_rows=8, num_places=32, seed=0)
     for _ in range(RECIPE.num_steps):

@@ -9,8 +9,8 @@ import pytest
 
 from eagle_jax.train.conversations import (
   Conversation,
-  Refused,
   Script,
+  SkipExample,
   counting,
   parse,
   read_conversations,
@@ -116,7 +116,7 @@ def test_accepted_forms(given, expected):
   ],
 )
 def test_refused_lines(given, reason):
-  with pytest.raises(Refused) as refused:
+  with pytest.raises(SkipExample) as refused:
     parse(given)
   assert str(refused.value) == reason
 
@@ -225,7 +225,7 @@ class Forgetful(Toy):
 )
 def test_refused_later_turns(tokenizer, users, answer, max_prompt, reason):
   script = Script.of(tokenizer, Conversation(tuple(users))).answered(TOY.encode(answer))
-  with pytest.raises(Refused) as refused:
+  with pytest.raises(SkipExample) as refused:
     script.next_turn(tokenizer, EOS, max_prompt=max_prompt)
   assert str(refused.value) == reason
 
@@ -245,7 +245,7 @@ def test_given_answers_end_as_the_template_ends_them():
 )
 def test_refused_given_answers(tokenizer, answer, reason):
   script = Script.of(tokenizer, Conversation(('a',)))
-  with pytest.raises(Refused) as refused:
+  with pytest.raises(SkipExample) as refused:
     script.answer_tokens(tokenizer, answer, EOS)
   assert str(refused.value) == reason
 
@@ -254,7 +254,7 @@ def test_without_a_template_a_prompt_is_plain_text():
   plain = Toy(has_chat_template=False)
   assert spoken(Script.of(plain, Conversation(('hi',)))) == ('hi', '  ')
   for more in (Conversation(('hi', 'bye')), Conversation(('hi',), system='be')):
-    with pytest.raises(Refused, match='more than a prompt, and no chat template'):
+    with pytest.raises(SkipExample, match='more than a prompt, and no chat template'):
       Script.of(plain, more)
 
 
@@ -266,7 +266,7 @@ def test_text_before_the_next_message():
 def test_only_refusals_are_counted():
   refused = collections.Counter()
   with counting(refused):
-    raise Refused('why')
+    raise SkipExample('why')
   with pytest.raises(KeyError), counting(refused):
     raise KeyError
   assert refused == {'why': 1}

@@ -25,8 +25,8 @@ from eagle_jax.train import run as whole_run
 from eagle_jax.train.checkpoint import metrics_log
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.loop import begin, borrow, evaluate_all, train, with_features
-from eagle_jax.train.rollout import reachable, rollout, staircase, started
+from eagle_jax.train.loop import begin, evaluate_all, frozen_inputs, train, with_features
+from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_correct, rollout
 from eagle_jax.train.shards import Data, Example
 from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
 from killing import run_killed, run_to_the_end, same
@@ -215,8 +215,8 @@ def test_gradients_stop_between_steps_only_if_detached():
 
   def with_constant_input(feature_DBL):
     rows = functools.partial(network.rows, params, packed.next_token, position_BT=packed.position)
-    _, memory = rows(feature_DBL, mix=staircase((), packed.sequence))
-    return rows(jnp.roll(first_DBL, 1, axis=2), mix=staircase(memory, packed.sequence))[0][:, 0, 8].sum()
+    _, memory = rows(feature_DBL, mix=multistep_attention((), packed.sequence))
+    return rows(jnp.roll(first_DBL, 1, axis=2), mix=multistep_attention(memory, packed.sequence))[0][:, 0, 8].sum()
 
   expected, detached, attached = (
     jax.grad(f)(feature_DBL) for f in (with_constant_input, lambda x: last_step(x, True), lambda x: last_step(x, False))
@@ -229,21 +229,21 @@ def test_gradients_stop_between_steps_only_if_detached():
 def test_masks_of_started_and_reachable_chains():
   weight_L = np.array([0, 1, 1, 1, 0, 1, 1, 1], np.float32)
   packed = pack([[example(np.random.default_rng(0), 4, 1)] * 2], num_places=8)._replace(weight=weight_L[None])
-  assert started(packed, 3)[:, 0].tolist() == [
+  assert chain_weights(packed, 3)[:, 0].tolist() == [
     [0, 1, 1, 1, 0, 1, 1, 1],
     [0, 0, 1, 1, 0, 0, 1, 1],
     [0, 0, 0, 1, 0, 0, 0, 1],
   ]
   alone = packed._replace(sequence=np.zeros((1, 8), np.int32))  # and none before it: a chain does not begin at its end
-  assert started(alone, 3)[2, 0].tolist() == [0, 0, 0, 1, 0, 1, 0, 1]
+  assert chain_weights(alone, 3)[2, 0].tolist() == [0, 0, 0, 1, 0, 1, 0, 1]
   is_hit_dBL = jnp.array([[[1, 0, 1, 1, 1]], [[1, 1, 1, 0, 1]], [[1, 1, 1, 1, 1]]], bool)
-  assert reachable(is_hit_dBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
+  assert prefix_correct(is_hit_dBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
 
 
 def test_chain_metrics_are_those_of_a_drafted_chain(target):
   """`chain_s`: the share of places from which a chain, drafted greedily, agrees with the text for s + 1 tokens."""
   examples = answered(3, 24, 0.0)
-  network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  network, frozen = Eagle(DRAFTER), frozen_inputs(target, DRAFTER, examples)[0]
   recipe = dataclasses.replace(RECIPE, num_steps=100, learning_rate=1e-2)
   state = begin(network.init_params(jax.random.key(2)), recipe, None)
   for _, packed in zip(range(20), batches(examples, num_rows=2, num_places=32, seed=0), strict=False):
@@ -272,7 +272,7 @@ def test_held_out_metrics_are_means_over_the_places_of_all_batches(target):
   long, short = answered(2, 24, 1.0)
   short = short._replace(token=short.token[:6], is_answer=short.is_answer[:6], feature=short.feature[:5])
   static = {'network': Eagle(DRAFTER), 'target': None}
-  params, frozen = Eagle(DRAFTER).init_params(jax.random.key(0)), borrow(target, DRAFTER, [long])[0]
+  params, frozen = Eagle(DRAFTER).init_params(jax.random.key(0)), frozen_inputs(target, DRAFTER, [long])[0]
   expected, _ = evaluate(params, frozen, pack([[long], [short]], num_places=24), recipe=RECIPE, **static)
   recipe = dataclasses.replace(RECIPE, num_rows=1, num_places=24)
   found = evaluate_all(params, frozen, [long, short], None, recipe=recipe, **static)
@@ -281,7 +281,7 @@ def test_held_out_metrics_are_means_over_the_places_of_all_batches(target):
 
 def test_each_step_has_noise_of_its_own_and_later_draft_steps_weigh_less(target):
   examples = answered(6, 24, 1.0)
-  network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  network, frozen = Eagle(DRAFTER), frozen_inputs(target, DRAFTER, examples)[0]
   recipe = dataclasses.replace(RECIPE, objective=Objective(cross_entropy=0.0, num_steps=3, step_decay=0.5))
   packed = pack([[e] for e in examples], num_places=32)
 
@@ -291,7 +291,7 @@ def test_each_step_has_noise_of_its_own_and_later_draft_steps_weigh_less(target)
 
   first, again, later = (metrics_at(step) for step in (0, 0, 1))
   assert first['loss'] == again['loss'] != later['loss']
-  of_steps = [first[f'regression_{step}'] * started(packed, 3)[step].mean() for step in range(3)]
+  of_steps = [first[f'regression_{step}'] * chain_weights(packed, 3)[step].mean() for step in range(3)]
   expected = np.dot(of_steps, [4 / 7, 2 / 7, 1 / 7]) / packed.weight.mean()
   np.testing.assert_allclose(first['loss'], expected, rtol=1e-5)
 
@@ -303,7 +303,7 @@ def test_features_computed_in_the_step_train_as_stored_ones(target):
   recipe = dataclasses.replace(RECIPE, feature_noise=0.0)
   losses_of = []
   for data, reader in ((examples, None), (bare, TransformerTarget(CONFIG))):
-    frozen = borrow(target, DRAFTER, data)[0]
+    frozen = frozen_inputs(target, DRAFTER, data)[0]
     state = begin(network.init_params(jax.random.key(0)), recipe, None)
     packed = next(batches(data, num_rows=2, num_places=32, seed=0))
     _, metrics = train_step(state, frozen, packed, network=network, recipe=recipe, target=reader)
@@ -314,7 +314,7 @@ def test_features_computed_in_the_step_train_as_stored_ones(target):
 @pytest.mark.parametrize('objective', [Objective(), Objective(num_steps=3, top_k_cross_entropy=1.0, reachable_top=3)])
 def test_remat_and_accumulation_change_no_gradient(target, objective):
   examples = answered(6, 24, 1.0)
-  network, frozen = Eagle(DRAFTER), borrow(target, DRAFTER, examples)[0]
+  network, frozen = Eagle(DRAFTER), frozen_inputs(target, DRAFTER, examples)[0]
   first, second = [examples[0]], [examples[1]]
   one, other, both = (pack(rows, num_places=32) for rows in ([first], [second], [first, second]))
 

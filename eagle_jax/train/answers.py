@@ -24,7 +24,7 @@ from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Plain
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, mesh_of, row_axis_size, using
-from eagle_jax.train.conversations import Conversation, Message, Refused, counting, text_before
+from eagle_jax.train.conversations import Conversation, Message, SkipExample, counting, text_before
 
 _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
 
@@ -192,7 +192,7 @@ def _another_message(
     with counting(refused):
       token = target.tokenizer.encode(text_before(target.tokenizer, messages))
       if len(token) > answerer.max_prompt:
-        raise Refused('self-synthesis: a prompt is too long')
+        raise SkipExample('self-synthesis: a prompt is too long')
       requests.append(Request(~number, token, temperature))  # an id, so a noise, that no answer to a prompt has
   for answer in sorted(answerer.answer(requests), key=lambda answer: ~answer.request.id):
     with counting(refused):
@@ -204,9 +204,9 @@ def _another_message(
 def _whole_text(target: Target, answer: Answer) -> str:
   *token, end = answer.token.tolist()
   if end not in target.config.eos_ids:
-    raise Refused('self-synthesis: a message was cut short')
+    raise SkipExample('self-synthesis: a message was cut short')
   if not (text := target.tokenizer.decode(token).strip()):
-    raise Refused('self-synthesis: an empty message')
+    raise SkipExample('self-synthesis: an empty message')
   return text
 
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from eagle_jax.files import differences, replacing
-from eagle_jax.processes import is_lead, write_once
+from eagle_jax.processes import is_main_process, write_once
 from eagle_jax.train.step import TrainState
 
 log = logging.getLogger('eagle_jax')
@@ -109,13 +109,13 @@ def metrics_log(path: Path, *, first_step: int) -> Iterator:
   """Yields a function that appends one row of metrics: (step, {name: value}).
 
   Rows of `first_step` and later, which a killed run left behind its last checkpoint, are dropped. TensorBoard gets the
-  same numbers beside the file where tensorboardX is installed. Of several processes, the lead writes.
+  same numbers beside the file where tensorboardX is installed. Of several processes, the main one writes.
 
   Args:
     path: of the CSV file, which is written anew with each row; a row has no value where others have a name more.
     first_step: the step that will be logged next, at the earliest.
   """
-  if not is_lead():
+  if not is_main_process():
     yield lambda step, metrics: None
     return
   rows: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ _ROLES = {
 _SOME_ANSWER: Message = {'role': 'assistant', 'content': 'A'}
 
 
-class Refused(Exception):
+class SkipExample(Exception):
   """What cannot be trained on, from here on. Its text is the reason that is counted."""
 
 
@@ -31,7 +31,7 @@ def counting(refused: collections.Counter[str]) -> Iterator[None]:
   """Counts what is refused inside, by reason, and goes on after it."""
   try:
     yield
-  except Refused as reason:
+  except SkipExample as reason:
     refused[str(reason)] += 1
 
 
@@ -83,13 +83,13 @@ def parse(line: bytes) -> Conversation:
   """The conversation of one line, checked.
 
   Raises:
-    Refused: malformed, no text, empty, of unknown roles, or not user and assistant in turn.
+    SkipExample: malformed, no text, empty, of unknown roles, or not user and assistant in turn.
   """
   try:
     text = line.decode('utf-8-sig').strip()
     fields = json.loads(text) if text.startswith('{') else {'prompt': text}
   except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, too many digits or brackets
-    raise Refused('malformed line') from error
+    raise SkipExample('malformed line') from error
   messages = fields.get('messages', fields.get('conversations'))
   if isinstance(messages, list):
     return _in_turn([_role_and_text(message) for message in messages])
@@ -98,7 +98,7 @@ def parse(line: bytes) -> Conversation:
     return Conversation(tuple(map(_text, turns)))
   if 'prompt' in fields:
     return Conversation((_text(fields['prompt']),))
-  raise Refused('no prompt, turns, messages or conversations')
+  raise SkipExample('no prompt, turns, messages or conversations')
 
 
 def _in_turn(messages: list[tuple[str, str]]) -> Conversation:
@@ -107,29 +107,29 @@ def _in_turn(messages: list[tuple[str, str]]) -> Conversation:
     (_, system), *messages = messages
   roles = [role for role, _ in messages]
   if not roles or roles != (['user', 'assistant'] * len(roles))[: len(roles)]:
-    raise Refused('not user and assistant in turn')
+    raise SkipExample('not user and assistant in turn')
   texts = tuple(text for _, text in messages)
   return Conversation(texts[::2], texts[1::2], system)
 
 
 def _role_and_text(message: Any) -> tuple[str, str]:
   if not isinstance(message, Mapping):
-    raise Refused('malformed line')
+    raise SkipExample('malformed line')
   role = message.get('role', message.get('from'))
   if not isinstance(role, str) or role not in _ROLES:
-    raise Refused('unknown role')
+    raise SkipExample('unknown role')
   return _ROLES[role], _text(message.get('content', message.get('value')))
 
 
 def _text(value: Any) -> str:
   if not isinstance(value, str):
-    raise Refused('a message is no text')
+    raise SkipExample('a message is no text')
   if not value.strip():
-    raise Refused('empty message')
+    raise SkipExample('empty message')
   try:
     value.encode()
   except UnicodeEncodeError as error:  # half of a surrogate pair, which a JSON escape can write
-    raise Refused('a message is no text') from error
+    raise SkipExample('a message is no text') from error
   return value
 
 
@@ -141,7 +141,7 @@ def text_before(tokenizer: Any, messages: Sequence[Message]) -> str:
   """The chat template's text up to where the next message is to be written, by whoever did not write the last one.
 
   Raises:
-    Refused: the template does not take the messages.
+    SkipExample: the template does not take the messages.
   """
   if messages and messages[-1]['role'] == 'user':
     return _render(tokenizer, messages, True)
@@ -162,7 +162,7 @@ class Script(NamedTuple):
     """The conversation up to its first answer.
 
     Raises:
-      Refused: the chat template does not take the messages, or there is none, and more than a prompt.
+      SkipExample: the chat template does not take the messages, or there is none, and more than a prompt.
     """
     first, *later = conversation.users
     if tokenizer.has_chat_template:
@@ -172,7 +172,7 @@ class Script(NamedTuple):
     elif conversation.system is None and not later:
       messages, token = [user(first)], tokenizer.encode_prompt(first)
     else:
-      raise Refused('more than a prompt, and no chat template')
+      raise SkipExample('more than a prompt, and no chat template')
     return cls(token, [False] * len(token), messages, tuple(later))
 
   def answered(self, token: list[int]) -> 'Script':
@@ -183,15 +183,15 @@ class Script(NamedTuple):
     """The tokens the target would have generated to give this answer: the text's own and the template's end of turn.
 
     Raises:
-      Refused: there is no chat template, it ends answers otherwise than the target does, or the text holds an EOS.
+      SkipExample: there is no chat template, it ends answers otherwise than the target does, or the text holds an EOS.
     """
     if not tokenizer.has_chat_template:
-      raise Refused('an answer to be used as it is, and no chat template')
+      raise SkipExample('an answer to be used as it is, and no chat template')
     token, end = tokenizer.encode(text), self._after_answer(tokenizer)[:1]
     if not set(end) & set(eos_ids):
-      raise Refused('the chat template does not end an answer with an EOS')
+      raise SkipExample('the chat template does not end an answer with an EOS')
     if set(token) & set(eos_ids):
-      raise Refused('an answer holds an EOS')
+      raise SkipExample('an answer holds an EOS')
     return token + end
 
   def next_turn(self, tokenizer: Any, eos_ids: Sequence[int], *, max_prompt: int) -> 'Script':
@@ -200,17 +200,17 @@ class Script(NamedTuple):
     The answer keeps its own tokens: only what the chat template puts between two answers is encoded.
 
     Raises:
-      Refused: the answer was cut short, the whole becomes longer than `max_prompt` tokens, or the template does not
+      SkipExample: the answer was cut short, the whole becomes longer than `max_prompt` tokens, or the template does not
         take the messages or renders a turn differently once another follows it.
     """
     if self.token[-1] not in eos_ids:
-      raise Refused('ended early: an answer was cut short')
+      raise SkipExample('ended early: an answer was cut short')
     said, *later = self.later
     between = self._after_answer(tokenizer, user(said))
     if set(between[:1]) & set(eos_ids):  # the answer has brought its own
       between = between[1:]
     if len(self.token) + len(between) > max_prompt:
-      raise Refused('ended early: a later prompt is too long')
+      raise SkipExample('ended early: a later prompt is too long')
     messages = [*self.messages, _SOME_ANSWER, user(said)]
     return Script(self.token + between, self.is_answer + [False] * len(between), messages, tuple(later))
 
@@ -219,7 +219,7 @@ class Script(NamedTuple):
     before = _render(tokenizer, self.messages, True) + _SOME_ANSWER['content']
     text = _render(tokenizer, [*self.messages, _SOME_ANSWER, *following], bool(following))
     if not text.startswith(before):
-      raise Refused('the chat template rewrites earlier turns')
+      raise SkipExample('the chat template rewrites earlier turns')
     return tokenizer.encode(text.removeprefix(before))
 
 
@@ -227,4 +227,4 @@ def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: 
   try:
     return tokenizer.render(messages, add_generation_prompt)
   except ValueError as error:
-    raise Refused(str(error)) from error
+    raise SkipExample(str(error)) from error

@@ -23,7 +23,7 @@ from eagle_jax.evaluate.trace import trace
 from eagle_jax.hub import save_drafter
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import DynamicTree
-from eagle_jax.processes import in_lead, is_lead
+from eagle_jax.processes import is_main_process, on_main
 from eagle_jax.sharding import (
   fetched,
   mesh_of,
@@ -90,7 +90,7 @@ def train(
   require_whole_share('num_rows', recipe.num_rows, mesh)
   _require_lessons(examples, held_out, recipe)
   network = Eagle(config, jnp.dtype(recipe.dtype))
-  frozen, vocabulary = borrow(target, config, examples)
+  frozen, vocabulary = frozen_inputs(target, config, examples)
   reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype)
   static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': reader}
   with using(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
@@ -98,7 +98,7 @@ def train(
     state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
     path = folder / 'settings.json'
     if checkpoints.is_empty:  # as good as not begun: one that failed may be tried with other settings
-      in_lead(path.unlink, missing_ok=True)
+      on_main(path.unlink, missing_ok=True)
     settle_settings(path, {**settings(config, recipe), **(origin or {})})
     if not checkpoints.is_empty:
       state = checkpoints.restore(state)
@@ -178,7 +178,7 @@ class Outcome:
   """The drafter that a state of training stands for, and where it goes."""
 
   config: DrafterConfig
-  vocabulary: dict[str, jax.Array]  # see `borrow`
+  vocabulary: dict[str, jax.Array]  # see `frozen_inputs`
   folder: Path
   provenance: Mapping[str, Any]
 
@@ -190,10 +190,12 @@ class Outcome:
     """As bfloat16, with its metrics among the provenance."""
     provenance = {**self.provenance, 'step': int(state.step), 'held_out': dict(metrics)}
     drafter = self.drafter(fetched(state.params))
-    in_lead(save_drafter, drafter, self.folder, provenance, dtype='bfloat16')
+    on_main(save_drafter, drafter, self.folder, provenance, dtype='bfloat16')
 
 
-def borrow(target: Target, config: DrafterConfig, examples: Sequence[Example]) -> tuple[Frozen, dict[str, jax.Array]]:
+def frozen_inputs(
+  target: Target, config: DrafterConfig, examples: Sequence[Example]
+) -> tuple[Frozen, dict[str, jax.Array]]:
   """What training reads of the target, and the drafter's draft vocabulary: `ids`, or nothing if it drafts every id."""
   embed_VD, vocab_size = target.params['embed']['weight'], config.vocab_size
   reader = () if examples[0].feature.shape[1] else target.params
@@ -288,7 +290,7 @@ class Meter:
       first: steps that were done before.
       progress: show a bar.
     """
-    self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not (progress and is_lead()))
+    self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not (progress and is_main_process()))
     self._flops, self._peak = flops, flops_per_s(recipe.dtype)
     self._shown: dict[str, str] = {}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0

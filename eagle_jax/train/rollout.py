@@ -15,13 +15,13 @@ from eagle_jax.models.layers import HIDDEN, Mix, mixed, scores
 from eagle_jax.train.data import Packed
 
 
-def earlier(sequence_BL: jax.Array, *, age: int = 0) -> jax.Array:
+def causal_mask(sequence_BL: jax.Array, *, age: int = 0) -> jax.Array:
   """[B, L, L] bool: is the second place of the same text, and `age` or more places before the first?"""
   is_same_BLL = sequence_BL[:, :, None] == sequence_BL[:, None, :]
   return is_same_BLL & jnp.tri(sequence_BL.shape[1], k=-age, dtype=bool)[None]
 
 
-def staircase(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> Mix:
+def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> Mix:
   """Attention of the step that follows those in `memory`: what decoding would have in its cache.
 
   A row t of step s sees the true rows up to t - s + 1 (step 1), then one row of each later step: t - s + 2 of step 2,
@@ -36,7 +36,7 @@ def staircase(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) 
   def mix(q_BGJLK, k_BGLK, v_BGLK):
     steps = (*memory, (k_BGLK, v_BGLK))
     (keys_BGLK, values_BGLK), age, num_rows = steps[0], len(memory), sequence_BL.shape[1]
-    visible_BLL = earlier(sequence_BL, age=age)
+    visible_BLL = causal_mask(sequence_BL, age=age)
     # What row t - d was at step s - d, moved to row t.
     diagonals = [jax.tree.map(lambda x, d=d: jnp.roll(x, d, axis=2), steps[age - d]) for d in range(age)]
     hidden = 0.0 if is_leaky and age else HIDDEN
@@ -80,12 +80,12 @@ def rollout(
     network: the drafter.
     num_steps: 1 is EAGLE; later ones read the drafter's own outputs.
     is_detached: no gradient through the features that a step reads from the one before.
-    is_leaky: see `staircase`.
+    is_leaky: see `multistep_attention`.
     remat: compute each step once more in the backward pass, so that one step's scores are there at a time.
   """
 
   def step(params, memory, read_DBL):
-    mix = staircase(memory, packed.sequence, is_leaky=is_leaky)
+    mix = multistep_attention(memory, packed.sequence, is_leaky=is_leaky)
     return network.rows(params, packed.next_token, read_DBL, packed.position, mix)
 
   run = jax.checkpoint(step) if remat else step
@@ -97,7 +97,7 @@ def rollout(
   return jnp.stack(outs, axis=1)
 
 
-def started(packed: Packed, num_steps: int) -> jax.Array:
+def chain_weights(packed: Packed, num_steps: int) -> jax.Array:
   """[num_steps, B, L] f32, how much each row counts at each step: as it does itself, if its chain began in a row of
   the same text that counts too.
   """
@@ -110,7 +110,7 @@ def started(packed: Packed, num_steps: int) -> jax.Array:
   return jnp.stack(steps)
 
 
-def reachable(is_hit_dBL: jax.Array) -> jax.Array:
+def prefix_correct(is_hit_dBL: jax.Array) -> jax.Array:
   """[d, B, L] bool: the chain that step s of row t ends was on the text's own path at every earlier step.
 
   Decoding gets to depth s only along accepted nodes (GRIFFIN, arXiv:2502.11018).

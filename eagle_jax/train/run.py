@@ -22,7 +22,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.processes import in_lead, is_lead
+from eagle_jax.processes import is_main_process, on_main
 from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, using
 from eagle_jax.train.checkpoint import settle_settings
 from eagle_jax.train.conversations import read_conversations
@@ -129,11 +129,11 @@ def _gather(
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
     origin = {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)}
     origin |= {} if target.dtype == jnp.float32 else {'dtype': str(target.dtype)}  # older folders say none
-    in_lead(_forget_what_was_not_begun, own)
+    on_main(_forget_what_was_not_begun, own)
     settle_settings(own / _SETTINGS, origin)
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     shards = make_shards(target, source, own, data, refused)
-    paths = tqdm(shards, total=data.num_shards, desc=f'shards: {name}', disable=not is_lead())
+    paths = tqdm(shards, total=data.num_shards, desc=f'shards: {name}', disable=not is_main_process())
     examples = [example for path in paths for example in read_shard(path)]
     num_held_out = max(1, min(MAX_HELD_OUT, len(examples) // 10))
     gathered.examples.extend(examples[:-num_held_out])

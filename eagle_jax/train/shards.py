@@ -21,8 +21,8 @@ from eagle_jax.processes import write_once
 from eagle_jax.train.answers import Answerer, features, synthesize
 from eagle_jax.train.conversations import (
   Conversation,
-  Refused,
   Script,
+  SkipExample,
   counting,
   read_conversations,
   write_prompts,
@@ -129,7 +129,7 @@ def make_shards(
     if len(chosen) < data.shard_size:
       raise ValueError(
         f'The conversations suffice for {number} shards of {data.shard_size}, and {data.num_shards} were asked for. '
-        f'Refused: {dict(refused)}. Add conversations or ask for fewer shards.'
+        f'Left out: {dict(refused)}. Add conversations or ask for fewer shards.'
       )
     path = folder / f'shard_{number:04d}.safetensors'
     write_once(path, functools.partial(complete, chosen), write_shard)
@@ -188,9 +188,9 @@ def _scripts(
     with counting(refused):
       script = Script.of(target.tokenizer, conversation)
       if len(script.token) < data.min_prompt:
-        raise Refused('the first prompt is too short')
+        raise SkipExample('the first prompt is too short')
       if len(script.token) > data.max_prompt:
-        raise Refused('the first prompt is too long')
+        raise SkipExample('the first prompt is too long')
       if data.answers == 'given':
         script = _follow(script, conversation.answers, target, data, refused)
       yield number, script
@@ -202,11 +202,11 @@ def _follow(
   """The conversation with the answers it came with. It ends with the last one that can be used.
 
   Raises:
-    Refused: none can.
+    SkipExample: none can.
   """
   tokenizer, eos_ids = target.tokenizer, target.config.eos_ids
   if not answers:
-    raise Refused('no answers')
+    raise SkipExample('no answers')
   first, *rest = answers
   script = script.answered(script.answer_tokens(tokenizer, first, eos_ids)[: data.max_new_tokens])
   with counting(refused):

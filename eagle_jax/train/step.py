@@ -15,7 +15,7 @@ from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sharding import constrain, param_shardings
 from eagle_jax.train import losses
 from eagle_jax.train.data import Packed
-from eagle_jax.train.rollout import earlier, reachable, rollout, started
+from eagle_jax.train.rollout import causal_mask, chain_weights, prefix_correct, rollout
 
 NUM_CHAIN = 6  # steps of the chain whose agreement evaluation follows
 
@@ -34,7 +34,7 @@ class Objective:
   step_decay: float = 1.0  # weight of each step relative to the one before
   is_detached: bool = True  # no gradient through the features handed from step to step
   reachable_top: int = 0  # a chain counts while the text is among the drafter's best so many (GRIFFIN); 0: always
-  is_leaky: bool = False  # see `rollout.staircase`; for comparison only
+  is_leaky: bool = False  # see `rollout.multistep_attention`; for comparison only
 
   def __post_init__(self):
     least = {'regression': 0, 'cross_entropy': 0, 'top_k': 1, 'top_k_cross_entropy': 0, 'num_steps': 1}
@@ -121,7 +121,7 @@ def target_features(frozen: Frozen, packed: Packed, target: TransformerTarget | 
   """[D, B, L]: the stored features, or those of a pass of `target` over the packed texts."""
   if target is None:
     return packed.feature.transpose(2, 0, 1)
-  cache, mask_BLL = target.init_cache(packed.token.shape[0], 0), earlier(packed.sequence)
+  cache, mask_BLL = target.init_cache(packed.token.shape[0], 0), causal_mask(packed.sequence)
   return target.forward(frozen.target, packed.token, packed.position, mask_BLL, cache)[0].feature
 
 
@@ -190,10 +190,10 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
   entropy_dBL, (plain_dBL, ranks) = by_rows(frozen.head, out_DdBL, rows)
   regression_dBL = losses.smooth_l1(out_DdBL, next_DBL[:, None])
 
-  counted_dBL = weight_dBL = started(packed, objective.num_steps)
-  is_followed_dBL = reachable(ranks.label == 0)
+  counted_dBL = weight_dBL = chain_weights(packed, objective.num_steps)
+  is_followed_dBL = prefix_correct(ranks.label == 0)
   if objective.reachable_top:
-    weight_dBL = jnp.where(reachable(ranks.label < objective.reachable_top), counted_dBL, 0)
+    weight_dBL = jnp.where(prefix_correct(ranks.label < objective.reachable_top), counted_dBL, 0)
   decay_d = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
   row_dBL = objective.regression * regression_dBL + entropy_dBL
   loss = losses.weighted_mean((row_dBL * weight_dBL).sum(axis=(1, 2)) / weight_dBL[0].sum().clip(1), decay_d)
@@ -255,5 +255,5 @@ def evaluate(
   objective = dataclasses.replace(recipe.objective, num_steps=NUM_CHAIN, is_leaky=False)
   plain = dataclasses.replace(recipe, objective=objective, feature_noise=0.0)
   metrics = loss_and_metrics(params, frozen, packed, jax.random.key(0), network=network, target=target, recipe=plain)[1]
-  weight_d = started(packed, NUM_CHAIN).sum(axis=(1, 2))
+  weight_d = chain_weights(packed, NUM_CHAIN).sum(axis=(1, 2))
   return metrics, {name: weight_d[0 if name == 'loss' else int(name.rpartition('_')[2])] for name in metrics}
