@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 
 from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.decode.request import require_pair
+from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.files import replacing
 from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import mesh_of
 from eagle_jax.text import Tokenizer
-from eagle_jax.weights import fetch, folder, gguf, heads, naming
+from eagle_jax.weights import fetch, folder, gguf, naming
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
 from eagle_jax.weights.safetensors import write_safetensors
 
@@ -115,17 +116,18 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   """
   require_pair(target, None)
   path = _drafter_folder(name_or_path)
-  config = heads.read_head_config(path, folder.read_config(path))
+  config = kinds.read_drafter_config(path, folder.read_config(path))
   require_match(config, target.config)
   targets = target.dtype
   asked = targets if dtype is None else parameter_dtype(dtype, 'int8')
-  table, mesh = naming.drafter_table(config), mesh_of(target.params)
+  table, mesh = kinds.tensor_table(config), mesh_of(target.params)
   floats = targets if asked == jnp.int8 else asked
   params = assemble(heads.read_head_tensors(path), table, floats, mesh=mesh, source=str(path))
   if 'ids' in params and not 0 <= params['ids'].min() <= params['ids'].max() < target.config.vocab_size:
     raise ValueError(f'{path}: d2t leads outside the target vocabulary of {target.config.vocab_size} ids.')
   taps = config.tapped_layers(target.config.num_layers)
-  log.info('%s: %s', config.name, f'an EAGLE-3 head over the inputs of layers {taps}' if taps else 'an EAGLE-1/2 head')
+  over = f', over the inputs of layers {taps}' if taps else ''
+  log.info('%s: a drafter of kind %s%s', config.name, kinds.kind_of(config).title, over)
   drafter = Drafter(config, params)
   return drafter.quantised() if asked == jnp.int8 else drafter
 
@@ -158,7 +160,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   """
   drafter.require_exact()
   path, dtype = _path(path), None if dtype is None else parameter_dtype(dtype)
-  table = naming.drafter_table(drafter.config)
+  table = kinds.tensor_table(drafter.config)
   own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
   params = jax.tree.map(
     lambda x: x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x,
@@ -167,7 +169,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   write_safetensors(path / 'model.safetensors', flatten(params, table))
   if provenance is not None:
     _write_json(path / 'provenance.json', provenance)
-  _write_json(path / 'config.json', heads.own_content(drafter.config))
+  _write_json(path / 'config.json', kinds.own_content(drafter.config))
 
 
 def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout: str) -> None:
@@ -177,16 +179,18 @@ def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout
     drafter: to be written.
     path: the folder; made if it is not there.
     target: the model it drafts for.
-    layout: a key of `heads.LAYOUTS`: 'safeailab' (the reference), 'sglang', 'speculators' (vLLM).
+    layout: a key of `export.LAYOUTS`: 'safeailab' (the reference), 'sglang', 'speculators' (vLLM).
 
   Raises:
     ValueError: unknown layout, one that has no words for something that this drafter is, or it is quantised.
   """
   drafter.require_exact()
-  if layout not in heads.LAYOUTS:
-    raise ValueError(f'Unknown layout {layout!r}; one of {sorted(heads.LAYOUTS)} is needed.')
+  if layout not in export.LAYOUTS:
+    raise ValueError(f'Unknown layout {layout!r}; one of {sorted(export.LAYOUTS)} is needed.')
   path = _path(path)
-  out = heads.written(drafter.config, drafter.params, target.config, target.params['embed']['weight'], layout)
+  kind, embed_VD = kinds.name_of_kind(drafter.config), target.params['embed']['weight']
+  table = kinds.tensor_table(drafter.config)
+  out = export.written(kind, table, drafter.config, drafter.params, target.config, embed_VD, layout)
   write_safetensors(path / 'model.safetensors', out.tensors)
   if out.ids:
     _write_json(path / heads.VOCABULARY_FILE, {'ids': out.ids})

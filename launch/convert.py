@@ -13,8 +13,8 @@ import numpy as np
 from absl import flags
 
 from eagle_jax import hub
-from eagle_jax.config import Eagle3Config
-from eagle_jax.weights.heads import LAYOUTS
+from eagle_jax.draft.export import LAYOUTS
+from eagle_jax.draft.kinds import kind_of
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
@@ -28,7 +28,7 @@ def main(_):
   config, leaves = drafter.config, jax.tree.leaves(drafter.params)
   report = {
     'drafter': config.name,
-    'kind': 'EAGLE-3' if isinstance(config, Eagle3Config) else 'EAGLE-1/2',
+    'kind': kind_of(config).title,
     'target': target.config.name,
     'tapped_layers': config.tapped_layers(target.config.num_layers),
     'draft_vocabulary': config.num_ids,

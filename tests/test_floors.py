@@ -13,16 +13,19 @@ FLOORS = {
   'kernels': 1,
   'tree': 2, 'cache': 2, 'sampling': 2,
   'models': 3, 'policy': 3,
-  'weights': 4, 'draft': 4,
-  'decode': 5,
-  'evaluate': 7, 'hub': 6,
-  'train': 7, 'bench': 7, 'viz': 7,
+  'weights': 4,
+  'draft': 5,
+  'decode': 6,
+  'evaluate': 8, 'hub': 7,
+  'train': 8, 'bench': 8, 'viz': 8,
 }  # fmt: skip
 # Within a package: in data order, each module may import those before it.
 ORDER = {
   'models': ('__init__', 'interface', 'layers', 'transformer'),
   'policy': ('__init__', 'adaptive', 'trees', 'costs'),
-  'draft': ('__init__', 'ngram', 'interface', 'expand', 'eagle', 'eagle3', 'drafter'),
+  'draft': (
+    '__init__', 'ngram', 'interface', 'expand', 'eagle', 'eagle3', 'drafter', 'tables', 'heads', 'export', 'kinds',
+  ),
   'decode': (
     'request', 'verify', 'state', 'commit', 'prefill', 'step', 'auto', 'stored', 'program', 'batching', 'generate',
     '__init__',

@@ -17,6 +17,7 @@ pytest.importorskip('gguf')
 
 from eagle_jax import files, hub
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.weights import fetch, folder, naming
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
@@ -49,7 +50,7 @@ def target(gguf_path):
 
 @pytest.fixture
 def drafter():
-  table = naming.drafter_table(TINY_DRAFTER)
+  table = tensor_table(TINY_DRAFTER)
   return Drafter(TINY_DRAFTER, assemble(random_tensors(table).items(), table, jnp.float32))
 
 
@@ -308,7 +309,7 @@ def test_published_drafter_folder(tmp_path, target, drafter):
   del published['rope_theta']
   (tmp_path / 'head').mkdir()
   (tmp_path / 'head' / 'config.json').write_text(json.dumps(published))
-  tensors = flatten(drafter.params, naming.drafter_table(TINY_DRAFTER))
+  tensors = flatten(drafter.params, tensor_table(TINY_DRAFTER))
   write_safetensors(
     tmp_path / 'head' / 'model.safetensors', {**tensors, 'embed_tokens.weight': np.zeros((11, 32), np.float32)}
   )
@@ -445,7 +446,7 @@ def test_the_real_model(smollm2):
 
 def test_a_draft_vocabulary_comes_back(tmp_path):
   config = dataclasses.replace(TINY_DRAFTER, draft_vocab_size=4)
-  table = naming.drafter_table(config)
+  table = tensor_table(config)
   tensors = random_tensors(table) | {'d2t': np.array([1, 1, 3, 6], np.int64)}
   params = assemble(tensors.items(), table, 'float32')
   assert params['ids'].dtype == jnp.int32
@@ -459,7 +460,7 @@ def test_a_draft_vocabulary_comes_back(tmp_path):
 
 def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path):
   config = dataclasses.replace(TINY_DRAFTER, draft_vocab_size=4)
-  table = naming.drafter_table(config)
+  table = tensor_table(config)
   params = assemble((random_tensors(table) | {'d2t': np.array([1, 1, 3, 8], np.int64)}).items(), table, 'float32')
   hub.save_drafter(Drafter(config, params), tmp_path / 'drafter')
   target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
@@ -468,7 +469,7 @@ def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path):
 
 
 def test_a_drafter_can_be_stored_in_half_the_bytes(tmp_path):
-  table = naming.drafter_table(TINY_DRAFTER)
+  table = tensor_table(TINY_DRAFTER)
   params = assemble(random_tensors(table).items(), table, 'float32')
   hub.save_drafter(Drafter(TINY_DRAFTER, params), tmp_path / 'drafter', dtype='bfloat16')
   target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))

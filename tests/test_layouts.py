@@ -13,11 +13,10 @@ import pytest
 import tiny
 from eagle_jax import decode, hub
 from eagle_jax.config import Eagle3Config
+from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.policy.trees import DynamicTree
-from eagle_jax.weights import heads
-from eagle_jax.weights.naming import drafter_table
 from eagle_jax.weights.safetensors import read_safetensors
 
 TARGET = dataclasses.replace(tiny.TARGET, num_layers=6)
@@ -62,7 +61,7 @@ def target():
 
 @pytest.mark.parametrize(
   ('name', 'layout'),
-  [*itertools.product(sorted(HEADS), sorted(heads.LAYOUTS)), ('eagle3 of an embedding', 'speculators')],
+  [*itertools.product(sorted(HEADS), sorted(export.LAYOUTS)), ('eagle3 of an embedding', 'speculators')],
 )
 def test_a_head_comes_back_bit_for_bit(target, tmp_path, name, layout):
   drafter = HEADS.get(name) or eagle3(own_embedding=True)  # for which other layouts have no words
@@ -150,11 +149,11 @@ SPECULATORS = {'architectures': ['EagleSpeculator'], 'speculators_model_type': '
 )
 def test_speculators_that_are_refused(tmp_path, content, message):
   with pytest.raises(ValueError, match=message):
-    heads.read_head_config(tmp_path, content)
+    kinds.read_drafter_config(tmp_path, content)
 
 
 def test_absent_keys_of_speculators_mean_what_they_mean_to_transformers(tmp_path):
-  found = heads.read_head_config(tmp_path, {**SPECULATORS, 'fusion_bias': True, 'transformer_layer_config': {}})
+  found = kinds.read_drafter_config(tmp_path, {**SPECULATORS, 'fusion_bias': True, 'transformer_layer_config': {}})
   assert (found.width, found.ffn_width, found.vocab_size, found.norm_eps) == (4096, 11_008, 32_000, 1e-6)
   assert found.fc_bias
 
@@ -195,8 +194,8 @@ PUBLISHED = {
 @pytest.mark.parametrize('name', sorted(PUBLISHED))
 def test_tables_are_as_large_as_published_files(tmp_path, name):
   content, itemsize, gigabytes = PUBLISHED[name]
-  config = heads.read_head_config(tmp_path, content)
-  entries = drafter_table(config).entries
+  config = kinds.read_drafter_config(tmp_path, content)
+  entries = kinds.tensor_table(config).entries
   num_bytes = sum(math.prod(entry.shape) * (8 if entry.dtype else itemsize) for entry in entries.values())
   if isinstance(config, Eagle3Config):
     assert config.rope_theta == 10_000
@@ -205,3 +204,18 @@ def test_tables_are_as_large_as_published_files(tmp_path, name):
     assert config.fc_bias == content.get('bias', True)
     num_bytes += config.vocab_size * config.width * itemsize  # the target's embedding
   assert abs(num_bytes / 1e9 - gigabytes) < 0.0051
+
+
+def test_every_config_is_of_one_kind():
+  forms = [kind.config for kind in kinds.KINDS.values()]
+  assert len({*forms}) == len(forms)
+  for name, drafter in HEADS.items():
+    assert kinds.kind_of(drafter.config).title == ('EAGLE-3' if 'eagle3' in name else 'EAGLE-1/2')
+    borrowed = {'embed', 'head', 'ids'} - drafter.params.keys()
+    assert borrowed <= kinds.kind_of(drafter.config).borrows
+
+
+def test_a_layout_without_a_kind_says_so():
+  name = 'a kind of another day'
+  with pytest.raises(ValueError, match=name):
+    export.written(name, kinds.Table({}), EAGLE3, {}, TARGET, None, 'sglang')

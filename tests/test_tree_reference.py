@@ -13,11 +13,11 @@ import pytest
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.interface import Outlook
+from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.tree import NO_PARENT, ancestor_mask, depth, rerank
 from eagle_jax.weights.load import flatten
-from eagle_jax.weights.naming import drafter_table
 
 CONFIG = DrafterConfig(
   vocab_size=23, width=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=24, rope_theta=50.0, qkv_bias=True
@@ -41,7 +41,7 @@ class Reference:
 
   def __init__(self, params):
     self.params, self.rows = params, []
-    self.saved = flatten({name: params[name] for name in ('fc', 'layer')}, drafter_table(CONFIG))
+    self.saved = flatten({name: params[name] for name in ('fc', 'layer')}, tensor_table(CONFIG))
 
   def linear(self, x, name):
     return x @ self.saved[f'{name}.weight'].T + self.saved.get(f'{name}.bias', 0)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.weights import folder, naming
 from eagle_jax.weights import gguf as gguf_file
@@ -183,20 +184,20 @@ def test_assemble_refuses_a_tensor_that_comes_twice(table):
 
 
 def test_ignored_names_are_ignored_by_name_only():
-  drafter_table = naming.drafter_table(TINY_DRAFTER)
-  tensors = {**random_tensors(drafter_table), 'embed_tokens.weight': np.full((11, 32), np.nan, np.float32)}
-  params = assemble(tensors.items(), drafter_table, jnp.float32)
+  table = tensor_table(TINY_DRAFTER)
+  tensors = {**random_tensors(table), 'embed_tokens.weight': np.full((11, 32), np.nan, np.float32)}
+  params = assemble(tensors.items(), table, jnp.float32)
   assert params.keys() == {'fc', 'layer'}
   tensors['lm_head.weight'] = np.zeros((11, 32), np.float32)
   with pytest.raises(ValueError, match='lm_head.weight: not expected'):
-    assemble(tensors.items(), drafter_table, jnp.float32)
+    assemble(tensors.items(), table, jnp.float32)
 
 
 @pytest.mark.parametrize('fc_bias', [True, False])
 @pytest.mark.parametrize('qkv_bias', [True, False])
 def test_drafter_tree(fc_bias, qkv_bias):
   config = dataclasses.replace(TINY_DRAFTER, fc_bias=fc_bias, qkv_bias=qkv_bias)
-  table = naming.drafter_table(config)
+  table = tensor_table(config)
   shapes = jax.tree.map(jnp.shape, assemble(random_tensors(table).items(), table, jnp.float32))
   assert shapes == {
     'fc': {'weight': (32, 64), **({'bias': (32,)} if fc_bias else {})},

@@ -151,7 +151,7 @@ def identity(drafter: Drafter | None) -> dict[str, Any]:
     digest.update(x.tobytes())
   return {
     'draft_vocab_size': drafter.config.draft_vocab_size,
-    'drafter_dtype': str(drafter.params['fc']['weight'].dtype),
+    'drafter_dtype': str(drafter.dtype),
     'is_quantised': drafter.is_quantised,
     'drafter_sha256': digest.hexdigest(),
   }

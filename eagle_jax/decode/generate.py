@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.config import Eagle3Config
 from eagle_jax.decode.auto import settle
 from eagle_jax.decode.batching import Request, Rows, in_order
 from eagle_jax.decode.prefill import bucket, pad_prompts, prefill, prepare, run_prefill
@@ -26,8 +25,7 @@ from eagle_jax.decode.request import at_least_one, known_integers, require_pair,
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import decode_loop, decode_step, result
 from eagle_jax.draft.drafter import Drafter, NoDrafter
-from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.eagle3 import Eagle3
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.kernels.int8 import quantised
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.costs import Costs
@@ -115,15 +113,17 @@ def build(
   params = drafter.params | _borrowed(target, drafter)
   economies = costs.economies(chosen) if isinstance(chosen, Adaptive) and costs else ()
   network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
-  head: Any = Eagle3 if isinstance(drafter.config, Eagle3Config) else Eagle
-  spec = Spec(network, head(drafter.config, params['fc']['weight'].dtype), chosen)
+  head = kind_of(drafter.config).network(drafter.config, drafter.dtype or target.dtype)
+  spec = Spec(network, head, chosen)
   return Params(target.params, params, economies), spec
 
 
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
   """Embedding and head, and the head's ids: the target's by reference (of a draft vocabulary, or quantised, a copy), or
   the drafter's own."""
-  own = drafter.params
+  own, borrows = drafter.params, kind_of(drafter.config).borrows
+  if not borrows:
+    return {}
   embed_VD = own.get('embed', target.params['embed'])['weight']
   if 'ids' in own:
     ids_U = own['ids']

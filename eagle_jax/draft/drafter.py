@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, Eagle3Config
 from eagle_jax.draft.interface import Outlook
 from eagle_jax.kernels.int8 import Quantised, quantised
 from eagle_jax.policy.trees import TreePolicy
@@ -19,13 +18,19 @@ from eagle_jax.tree import Candidates, root_only
 class Drafter:
   """A loaded drafter: what `load_drafter` returns and `decode` takes. The target's embedding and head are not in it."""
 
-  config: DrafterConfig | Eagle3Config
+  config: Any  # of a kind of `kinds.KINDS`
   params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
 
   @property
   def has_own_head(self) -> bool:
     """EAGLE-3 has; the others read the target's."""
     return 'head' in self.params
+
+  @property
+  def dtype(self) -> Any:
+    """Of its activations: that of its matrices, or that which they were quantised from; None without weights."""
+    leaves = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, Quantised))
+    return next((x.dtype for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)), None)
 
   @property
   def is_quantised(self) -> bool:

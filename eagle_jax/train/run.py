@@ -19,6 +19,7 @@ from eagle_jax.config import DrafterConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
@@ -100,8 +101,8 @@ def _require_one_place_of_features(data: Mapping[str, Data]) -> None:
 
 def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:
   drafter = load_drafter(name, target, dtype='float32')
-  if not isinstance(drafter.config, DrafterConfig):
-    raise ValueError(f'Drafter {name!r} is an EAGLE-3 head; training begins with an EAGLE-1/2 one, or with none.')
+  if (ours := kind_of(drafter.config)) is not (needed := kind_of(config)):
+    raise ValueError(f'Drafter {name!r} is of kind {ours.title}; training begins with {needed.title}, or with none.')
   free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
   if wrong := differences(dataclasses.asdict(drafter.config) | free, dataclasses.asdict(config)):
     raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
+from eagle_jax.config import TargetConfig
 
 
 def _same(array: np.ndarray) -> np.ndarray:
@@ -41,7 +41,7 @@ class Table:
 
 
 class _LayerDims(Protocol):
-  """The fields of `TargetConfig` and `DrafterConfig` that a decoder layer is built from."""
+  """The fields of a target's or a drafter's config that a decoder layer is built from."""
 
   @property
   def width(self) -> int: ...
@@ -106,7 +106,7 @@ def _swiglu(config: _LayerDims, path: tuple[str, ...]) -> dict[str, Entry]:
   return {'gate.weight': joint(0), 'up.weight': joint(1), 'down.weight': Entry((*path, 'down', 'weight'), inward[::-1])}
 
 
-def _projection_entries(
+def projection_entries(
   config: _LayerDims,
   layer: tuple[str, ...],
   block: str,
@@ -135,7 +135,7 @@ _GGUF_PROJECTIONS = {
   'down': 'ffn_down',
 }
 
-_HF_PROJECTIONS = {
+HF_PROJECTIONS = {
   'q': 'self_attn.q_proj',
   'k': 'self_attn.k_proj',
   'v': 'self_attn.v_proj',
@@ -154,7 +154,7 @@ def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
     layer, block = f'layer_{i}', f'blk.{i}'
     entries[f'{block}.attn_norm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.ffn_norm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    entries |= _projection_entries(config, (layer,), block, _GGUF_PROJECTIONS)
+    entries |= projection_entries(config, (layer,), block, _GGUF_PROJECTIONS)
     entries |= _head_norms(config, layer, f'{block}.attn_')
     if permuted_qk:
       for name, num_heads in (('attn_q', config.num_heads), ('attn_k', config.num_kv_heads)):
@@ -174,7 +174,7 @@ def hf_table(config: TargetConfig) -> Table:
     ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
     entries[f'{block}.input_layernorm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.post_attention_layernorm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    entries |= _projection_entries(config, (layer,), block, _HF_PROJECTIONS)
+    entries |= projection_entries(config, (layer,), block, HF_PROJECTIONS)
     entries |= _head_norms(config, layer, f'{block}.self_attn.')
     if config.num_experts:
       entries |= _expert_entries(config, layer, f'{block}.block_sparse_moe')
@@ -205,73 +205,3 @@ def _outer_entries(config: TargetConfig, embed: str, norm: str, head: str) -> di
   if not config.tied_head:
     entries[head] = Entry(('head', 'weight'), vocab_by_width)
   return entries
-
-
-def drafter_table(config: DrafterConfig | Eagle3Config) -> Table:
-  """Names of published heads (EAGLE.md sections 3.1 and 3.2), as `canonical` gives them."""
-  return _eagle3_table(config) if isinstance(config, Eagle3Config) else _eagle_table(config)
-
-
-def canonical(name: str) -> str:
-  """The one spelling, of those that engines have, that `drafter_table` knows: the layer as `layers.0`, no `model.`."""
-  name = name.removeprefix('model.')
-  for theirs, ours in (('midlayer.', 'layers.0.'), ('transformer.', 'layers.0.'), ('fusion_fc.', 'fc.')):
-    if name.startswith(theirs):
-      return ours + name.removeprefix(theirs)
-  return name
-
-
-def _eagle_table(config: DrafterConfig) -> Table:
-  """EAGLE-1/2: one layer without an input norm.
-
-  The embedding that such files carry is the target's own, which the drafter uses by reference.
-  """
-  width, block = config.width, 'layers.0'
-  entries = {'fc.weight': Entry(('fc', 'weight'), (width, 2 * width))}
-  if config.fc_bias:
-    entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
-  entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
-  entries |= _projection_entries(config, ('layer',), block, _HF_PROJECTIONS)
-  entries |= _draft_vocabulary(config)
-  return Table(entries, frozenset({'embed_tokens.weight', f'{block}.self_attn.rotary_emb.inv_freq'}))
-
-
-def _eagle3_table(config: Eagle3Config) -> Table:
-  """EAGLE-3: attention over twice the width, norms of its own, a head of its own, and perhaps an embedding."""
-  width, block = config.width, 'layers.0'
-  num_ids = config.num_ids
-  norms = {
-    f'{block}.input_layernorm.weight': ('embedding_norm', width),
-    f'{block}.hidden_norm.weight': ('feature_norm', width),
-    f'{block}.post_attention_layernorm.weight': ('mlp_norm', width),
-    'norm.weight': ('norm', width),
-  }
-  if config.norm_taps:
-    norms |= {f'tap_norm.{tap}.weight': (f'tap_norm_{tap}', config.target_width) for tap in range(3)}
-  entries = {name: Entry((ours, 'scale'), (size,)) for name, (ours, size) in norms.items()}
-  entries['fc.weight'] = Entry(('fc', 'weight'), (width, 3 * config.target_width))
-  entries['lm_head.weight'] = Entry(('head', 'weight'), (num_ids, width))
-  entries |= _projection_entries(config, (), block, _HF_PROJECTIONS, in_width=2 * width)
-  entries |= _draft_vocabulary(config)
-  ignored = {'t2d', 'd2t', f'{block}.self_attn.rotary_emb.inv_freq'} - entries.keys()
-  if config.own_embedding:
-    entries['embed_tokens.weight'] = Entry(('embed', 'weight'), (config.vocab_size, width))
-  else:
-    ignored.add('embed_tokens.weight')
-  return Table(entries, frozenset(ignored))
-
-
-def _draft_vocabulary(config: DrafterConfig | Eagle3Config) -> dict[str, Entry]:
-  if config.draft_vocab_size is None:
-    return {}
-  shape = (config.draft_vocab_size,)
-  return {'d2t': Entry(('ids',), shape, to_ours=_ids_of_offsets, to_file=_offsets_of_ids, dtype=np.int32)}
-
-
-def _ids_of_offsets(d2t_U: np.ndarray) -> np.ndarray:
-  """A draft vocabulary as files hold it (EAGLE.md section 2.3): target id minus draft id."""
-  return d2t_U + np.arange(len(d2t_U))
-
-
-def _offsets_of_ids(ids_U: np.ndarray) -> np.ndarray:
-  return ids_U.astype(np.int64) - np.arange(len(ids_U))

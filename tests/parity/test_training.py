@@ -10,9 +10,9 @@ from torch_training import TorchHead, random_case, torch_loss
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.train.step import Objective, Recipe, loss_and_metrics
 from eagle_jax.weights.load import flatten
-from eagle_jax.weights.naming import drafter_table
 
 pytestmark = pytest.mark.parity
 CONFIG = DrafterConfig(vocab_size=41, width=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=24)
@@ -31,7 +31,7 @@ def test_loss_and_gradients_equal_pytorch(objective):
   theirs = torch_loss(head, frozen, packed, objective)
   theirs.backward()
   np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=1e-5)
-  gradient = flatten(gradient, drafter_table(CONFIG))
+  gradient = flatten(gradient, tensor_table(CONFIG))
   attention = {f'layers.0.self_attn.{name}_proj': getattr(head, name) for name in 'qkvo'}
   mlp = {f'layers.0.mlp.{name}_proj': getattr(head, name) for name in ('gate', 'up', 'down')}
   for name, weight in {'fc': head.fc, **attention, **mlp}.items():

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import begin
 from eagle_jax.train.step import Frozen, Objective, Recipe, train_step
 from eagle_jax.weights.load import flatten
-from eagle_jax.weights.naming import drafter_table
 
 
 class TorchHead(torch.nn.Module):
@@ -27,7 +27,7 @@ class TorchHead(torch.nn.Module):
   def __init__(self, params, config: DrafterConfig):
     super().__init__()
     self.config = config
-    saved = flatten(params, drafter_table(config))
+    saved = flatten(params, tensor_table(config))
 
     def weight(name):
       return torch.nn.Parameter(torch.from_numpy(np.array(saved[f'{name}.weight'])))

@@ -1,0 +1,95 @@
+"""The registry of drafter kinds: what each is made of, by its config."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_jax.config import DrafterConfig, Eagle3Config
+from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.eagle3 import Eagle3
+from eagle_jax.draft.heads import read_eagle, read_eagle3
+from eagle_jax.draft.tables import eagle3_table, eagle_table
+from eagle_jax.weights.folder import naming_config
+from eagle_jax.weights.naming import Table
+
+
+def _is_never_published(folder: Path, content: Mapping[str, Any]) -> None:
+  """The `read_config` of a kind that only our own folders hold, or none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """One kind of drafter. A new one is a network under `draft/` and a row of `KINDS`."""
+
+  title: str  # as users read it
+  config: type  # frozen dataclass; an instance says which kind a drafter is
+  network: Callable[..., Any]  # (config, dtype) -> `interface.DraftNetwork`
+  # What its file holds; the table of a kind without weights is empty.
+  tensor_table: Callable[[Any], Table] = lambda config: Table({})
+  # (folder, config.json of another engine) -> config, or None if that is of another kind.
+  read_config: Callable[[Path, Mapping[str, Any]], Any] = _is_never_published
+  # What it takes from the target where it has none of its own: 'embed', 'head', and 'ids' to draft.
+  borrows: frozenset[str] = frozenset()
+
+
+KINDS: dict[str, Kind] = {
+  'eagle2': Kind('EAGLE-1/2', DrafterConfig, Eagle, eagle_table, read_eagle, frozenset({'embed', 'head', 'ids'})),
+  'eagle3': Kind('EAGLE-3', Eagle3Config, Eagle3, eagle3_table, read_eagle3, frozenset({'embed', 'ids'})),
+}
+
+
+def name_of_kind(config: Any) -> str:
+  """Return the key in `KINDS` of the kind of drafter that a config describes."""
+  return next(name for name, kind in KINDS.items() if type(config) is kind.config)
+
+
+def kind_of(config: Any) -> Kind:
+  """Return the kind of drafter that a config describes."""
+  return KINDS[name_of_kind(config)]
+
+
+def tensor_table(config: Any) -> Table:
+  """Return the tensors that the file of a drafter must hold."""
+  return kind_of(config).tensor_table(config)
+
+
+def read_drafter_config(folder: Path, content: Mapping[str, Any]) -> Any:
+  """Read the drafter that a config.json describes: ours, which has "kind", or one that another engine wrote.
+
+  Args:
+    folder: where it lies, for messages.
+    content: of its config.json.
+
+  Returns:
+    A config of one of `KINDS`.
+
+  Raises:
+    ValueError: another kind of drafter, missing or unknown fields.
+  """
+  with naming_config(folder):
+    if 'kind' in content:
+      return _own_config(folder, content)
+    for kind in KINDS.values():
+      if (config := kind.read_config(folder, content)) is not None:
+        return config
+  titles = [kind.title for kind in KINDS.values()]
+  raise ValueError(f'{folder}/config.json describes no drafter of a kind that is supported: {", ".join(titles)}.')
+
+
+def _own_config(folder: Path, content: Mapping[str, Any]) -> Any:
+  if content['kind'] not in KINDS:
+    raise ValueError(f'{folder}: drafter kind {content["kind"]!r} is not supported; one of {sorted(KINDS)} is.')
+  form = KINDS[content['kind']].config
+  given = {name: value for name, value in content.items() if name != 'kind'}
+  known = {field.name for field in dataclasses.fields(form)}
+  if missing := sorted(known - given.keys()):
+    raise ValueError(f'{folder}/config.json lacks {missing}: save the drafter again with save_drafter.')
+  if unknown := sorted(given.keys() - known):
+    raise ValueError(f'{folder}/config.json has unknown fields {unknown}; known are {sorted(known)}.')
+  return form(**given)
+
+
+def own_content(config: Any) -> dict[str, Any]:
+  """Return the config.json of a drafter of ours: what `read_drafter_config` reads."""
+  return {'kind': name_of_kind(config), **dataclasses.asdict(config)}

@@ -1,0 +1,62 @@
+"""Tensor names of published EAGLE heads, as `heads.canonical` gives them."""
+
+import numpy as np
+
+from eagle_jax.config import DrafterConfig, Eagle3Config
+from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, projection_entries
+
+
+def eagle_table(config: DrafterConfig) -> Table:
+  """EAGLE-1/2: one layer without an input norm.
+
+  The embedding that such files carry is the target's own, which the drafter uses by reference.
+  """
+  width, block = config.width, 'layers.0'
+  entries = {'fc.weight': Entry(('fc', 'weight'), (width, 2 * width))}
+  if config.fc_bias:
+    entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
+  entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
+  entries |= projection_entries(config, ('layer',), block, HF_PROJECTIONS)
+  entries |= _draft_vocabulary(config)
+  return Table(entries, frozenset({'embed_tokens.weight', f'{block}.self_attn.rotary_emb.inv_freq'}))
+
+
+def eagle3_table(config: Eagle3Config) -> Table:
+  """EAGLE-3: attention over twice the width, norms of its own, a head of its own, and perhaps an embedding."""
+  width, block = config.width, 'layers.0'
+  num_ids = config.num_ids
+  norms = {
+    f'{block}.input_layernorm.weight': ('embedding_norm', width),
+    f'{block}.hidden_norm.weight': ('feature_norm', width),
+    f'{block}.post_attention_layernorm.weight': ('mlp_norm', width),
+    'norm.weight': ('norm', width),
+  }
+  if config.norm_taps:
+    norms |= {f'tap_norm.{tap}.weight': (f'tap_norm_{tap}', config.target_width) for tap in range(3)}
+  entries = {name: Entry((ours, 'scale'), (size,)) for name, (ours, size) in norms.items()}
+  entries['fc.weight'] = Entry(('fc', 'weight'), (width, 3 * config.target_width))
+  entries['lm_head.weight'] = Entry(('head', 'weight'), (num_ids, width))
+  entries |= projection_entries(config, (), block, HF_PROJECTIONS, in_width=2 * width)
+  entries |= _draft_vocabulary(config)
+  ignored = {'t2d', 'd2t', f'{block}.self_attn.rotary_emb.inv_freq'} - entries.keys()
+  if config.own_embedding:
+    entries['embed_tokens.weight'] = Entry(('embed', 'weight'), (config.vocab_size, width))
+  else:
+    ignored.add('embed_tokens.weight')
+  return Table(entries, frozenset(ignored))
+
+
+def _draft_vocabulary(config: DrafterConfig | Eagle3Config) -> dict[str, Entry]:
+  if config.draft_vocab_size is None:
+    return {}
+  shape = (config.draft_vocab_size,)
+  return {'d2t': Entry(('ids',), shape, to_ours=_ids_of_offsets, to_file=_offsets_of_ids, dtype=np.int32)}
+
+
+def _ids_of_offsets(d2t_U: np.ndarray) -> np.ndarray:
+  """A draft vocabulary as files hold it: target id minus draft id."""
+  return d2t_U + np.arange(len(d2t_U))
+
+
+def _offsets_of_ids(ids_U: np.ndarray) -> np.ndarray:
+  return ids_U.astype(np.int64) - np.arange(len(ids_U))
