@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_jax.files import parse_json, read_records
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)  # GGUF token types
 _REPLACEMENT = '\ufffd'  # what decoding puts for bytes that are not, or not yet, UTF-8
 _RAW_BYTE = re.compile('<0x[0-9A-F]{2}>')
@@ -313,37 +315,49 @@ class Detokenizer:
     return self._tokenizer.decode(self._before + self._open_ids)[len(known) :]
 
 
+def is_unicode(text: str) -> bool:
+  """Return whether `text` can be encoded as UTF-8; half of a surrogate pair, as in the JSON "\\ud83d", cannot."""
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
 def read_prompts(path: str | Path) -> Iterator[str]:
-  """Prompts of a text file, gzipped or not: one a line, or JSON Lines with `prompt`. Empty lines are passed over.
+  """Yield the prompts of a file, gzipped or not: one a line, or JSON Lines or one JSON array with `prompt`.
+
+  Blank lines are skipped.
 
   Raises:
-    ValueError: no file, none of UTF-8, a damaged one, no prompt in it, or a line of JSON without a `prompt` string,
-      which is named.
+    ValueError: there is no such file, it is not UTF-8, damaged or without a prompt, or a JSON object in it has no
+      `prompt` string; the line is named.
   """
   path = Path(path).expanduser()
   if path.is_dir() or not path.exists():  # a pipe is as good as a file
     raise ValueError(f'No file of prompts at {path}: give one with a prompt a line, or JSON Lines with "prompt".')
   is_empty = True
-  with (gzip.open if path.suffix == '.gz' else open)(path, 'rt', encoding='utf-8-sig') as lines:
-    try:
-      for number, line in enumerate(map(str.strip, lines), start=1):
-        if line:
-          is_empty = False
-          yield _prompt_of(line, f'{path}, line {number}') if line.startswith('{') else line
-    except UnicodeDecodeError as error:
-      raise ValueError(f'{path} is no UTF-8 ({error}): save it as such.') from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-      raise ValueError(f'{path} is damaged, or no gzip file ({error}): compress it again.') from error
-  if is_empty:
-    raise ValueError(f'{path} holds no prompt: give it one a line, or JSON Lines with "prompt".')
-
-
-def _prompt_of(line: str, where: str) -> str:
   try:
-    prompt = json.loads(line).get('prompt')
-  except json.JSONDecodeError as error:
-    mend = 'Mend it; a text that begins with a brace goes into {"prompt": "..."}.'
-    raise ValueError(f'{where} is no JSON: {error}. {mend}') from error
+    for place, record in read_records(path):
+      is_empty = False
+      yield _prompt_of(record, place)
+  except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    raise ValueError(f'{path} is damaged, or not a gzip file ({error}): compress it again.') from error
+  if is_empty:
+    raise ValueError(f'{path} holds no prompt: write one a line, or JSON Lines with "prompt".')
+
+
+def _prompt_of(record: Any, place: str) -> str:
+  if isinstance(record, str):
+    if not is_unicode(record):
+      raise ValueError(f'{place} is not UTF-8: save the file as UTF-8.')
+    if not record.startswith('{'):
+      return record
+    try:
+      record = parse_json(record, place)
+    except ValueError as error:
+      raise ValueError(f'{error} A text that begins with a brace goes into {{"prompt": "..."}}.') from error
+  prompt = record.get('prompt') if isinstance(record, Mapping) else None
   if not isinstance(prompt, str):
-    raise ValueError(f'{where} has no "prompt" string: add one.')
+    raise ValueError(f'{place} has no "prompt" string: give each JSON object one.')
   return prompt

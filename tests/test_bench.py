@@ -80,7 +80,8 @@ def test_the_shipped_questions_are_read():
     ('{"question_id": 1, "turns": []}', 'line 2: `turns` is'),
     ('{"question_id": 1, "turns": "Why?"}', 'line 2: `turns` is'),
     ('{"turns": ["Why?"]}', 'line 2: KeyError.*question_id'),
-    ('{"question_id": 1, "turns"', 'line 2: JSONDecodeError'),
+    ('[' * 100_000, 'line 2 is not valid JSON: it is nested too deeply'),
+    ('{"question_id": 1, "turns"', 'line 2 is not valid JSON'),
   ],
 )
 def test_a_line_that_is_no_question_is_named(tmp_path, line, message):

@@ -78,10 +78,18 @@ def messages(*pairs) -> list[dict]:
       Conversation(('a',), ('b',)),
     ),
     (line(messages=messages(('user', 'a'), ('model', ' b\n'))), Conversation(('a',), (' b\n',))),
+    # Columns of another layout, null or empty; a system message that says nothing.
+    (line(messages=None, conversations=messages(('user', 'a'))), Conversation(('a',))),
+    (line(messages=[], conversations=[], turns=['a']), Conversation(('a',))),
+    (line(messages=[], turns=[], prompt='a'), Conversation(('a',))),
+    (line(conversations=[{'role': None, 'content': None, 'from': 'human', 'value': 'a'}]), Conversation(('a',))),
+    (line(messages=messages(('system', ' '), ('user', 'a'))), Conversation(('a',))),
+    (line(messages=messages(('system', None), ('user', 'a'))), Conversation(('a',))),
+    (line(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'a'}]), Conversation(('a',))),
   ],
 )
 def test_accepted_forms(given, expected):
-  assert parse(given) == expected
+  assert parse(given.decode()) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,7 +105,7 @@ def test_accepted_forms(given, expected):
     (line(turns=[]), 'no prompt, turns, messages or conversations'),
     (line(messages='a'), 'no prompt, turns, messages or conversations'),
     (line(prompt=3), 'a message is no text'),
-    (line(prompt=None), 'a message is no text'),
+    (line(prompt=None), 'no prompt, turns, messages or conversations'),
     (line(turns=['a', {'content': 'b'}]), 'a message is no text'),
     (line(messages=[{'role': 'user'}]), 'a message is no text'),
     (line(messages=messages(('user', [{'text': 'a'}]))), 'a message is no text'),
@@ -107,7 +115,8 @@ def test_accepted_forms(given, expected):
     (line(messages=messages(('tool', 'a'))), 'unknown role'),
     (line(messages=messages((['user'], 'a'))), 'unknown role'),
     (line(messages=[{'content': 'a'}]), 'unknown role'),
-    (line(messages=[]), 'not user and assistant in turn'),
+    (line(messages=[]), 'no prompt, turns, messages or conversations'),
+    (line(messages=messages(('system', ''))), 'not user and assistant in turn'),
     (line(messages=messages(('system', 's'))), 'not user and assistant in turn'),
     (line(messages=messages(('assistant', 'a'))), 'not user and assistant in turn'),
     (line(messages=messages(('user', 'a'), ('user', 'b'))), 'not user and assistant in turn'),
@@ -117,17 +126,40 @@ def test_accepted_forms(given, expected):
 )
 def test_refused_lines(given, reason):
   with pytest.raises(SkipExample) as refused:
-    parse(given)
+    parse(given.decode(errors='surrogateescape'))
   assert str(refused.value) == reason
 
 
 def test_bad_lines_are_counted_and_passed_over(tmp_path):
-  content = b'\n'.join([b'a', b'', b'\xff', b'  ', line(prompt=1), b'{', line(prompt='b')])
+  content = b'\n'.join([b'a', b'', b'\xff', b'  ', line(prompt=1), b'{', b'[{"prompt": "c"}]', line(prompt='b')])
   for path, written in ((tmp_path / 'c.jsonl', content), (tmp_path / 'c.jsonl.gz', gzip.compress(content))):
     path.write_bytes(written)
     refused = collections.Counter()
     assert [conversation.users for conversation in read_conversations(path, refused)] == [('a',), ('b',)]
-    assert refused == {'malformed line': 2, 'a message is no text': 1}
+    assert refused == {'malformed line': 3, 'a message is no text': 1}
+
+
+SHARE_GPT = [
+  {'id': 'a_0', 'conversations': [{'from': 'human', 'value': 'Why?'}, {'from': 'gpt', 'value': 'So.'}]},
+  {'id': 'a_1', 'conversations': [{'from': 'human', 'value': 'Who?'}]},
+  {'id': 'a_2', 'conversations': 'none'},
+]
+
+
+@pytest.mark.parametrize('indent', [None, 2])
+def test_a_file_may_be_one_json_array(tmp_path, indent):
+  path, refused = tmp_path / 'c.json', collections.Counter()
+  path.write_text('\n' + json.dumps(SHARE_GPT, indent=indent))
+  found = list(read_conversations(path, refused))
+  assert found == [Conversation(('Why?',), ('So.',)), Conversation(('Who?',))]
+  assert refused == {'no prompt, turns, messages or conversations': 1}
+
+
+def test_a_damaged_json_array_is_an_error_that_names_the_file(tmp_path):
+  path = tmp_path / 'c.json'
+  path.write_text(json.dumps(SHARE_GPT, indent=2)[:-9])
+  with pytest.raises(ValueError, match=r'c\.json'):
+    list(read_conversations(path, collections.Counter()))
 
 
 @pytest.mark.parametrize(

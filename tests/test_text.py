@@ -387,18 +387,45 @@ def test_a_damaged_gzip_file_of_prompts(tmp_path, harm):
     list(read_prompts(path))
 
 
+@pytest.mark.parametrize('name', ['prompts.json', 'prompts.json.gz'])
 @pytest.mark.parametrize(
-  ('content', 'words'),
+  ('content', 'prompts'),
   [
-    (b'', 'holds no prompt: give it one a line'),
-    (b' \n\n', 'holds no prompt'),
-    (b'\xff\xfe abc', 'prompts.txt is no UTF-8.*save it as such'),
-    (b'Why?\n{a set}', 'prompts.txt, line 2 is no JSON.*a text that begins with a brace goes into'),
-    (b'{"text": "Why?"}', 'line 1 has no "prompt" string'),
+    ('[{"prompt": "one"}]', ['one']),
+    ('\n[\n  {"prompt": "[one"},\n  {"prompt": "two"}\n]\n', ['[one', 'two']),
+    ('["one", "{two"]', ['one', '{two']),
+    ('{\n  "prompt": "one"\n}', ['one']),
+    ('[INST] Why?\n[INST] Who?', ['[INST] Why?', '[INST] Who?']),
+    ('[1, 2] is what?\n["a"] sorted?', ['[1, 2] is what?', '["a"] sorted?']),
+    ('["a"] sorted?\n\n{"prompt": "one"}', ['["a"] sorted?', 'one']),
+    ('[]\nWhy?', ['[]', 'Why?']),
   ],
 )
-def test_bad_files_of_prompts(tmp_path, content, words):
-  with pytest.raises(ValueError, match=words):
+def test_a_file_of_prompts_may_be_one_json_array(tmp_path, name, content, prompts):
+  assert list(read_prompts(prompts_file(tmp_path, content.encode(), name))) == prompts
+
+
+@pytest.mark.parametrize(
+  ('content', 'value'),
+  [
+    (b'', 'prompts.txt'),
+    (b' \n\n', 'prompts.txt'),
+    (b'[]', 'prompts.txt'),
+    (b'Who?\n\xff\xfe abc', 'prompts.txt, line 2.*UTF-8'),
+    (b'Why?\n{a set}', 'prompts.txt, line 2'),
+    (b'{"text": "Why?"}', 'line 1 '),
+    (b'{"prompt": ' + b'[' * 100_000, 'prompts.txt, line 1.*deeply'),
+    (b'[{"prompt": ' + b'[' * 100_000, 'prompts.txt.*deeply'),
+    (b'[{"prompt": "one"}, {"text": "two"}]', 'prompts.txt, element 2'),
+    (b'[\n{"prompt": "one"},\n3]', 'prompts.txt, element 2'),
+    (b'[{"prompt": "one"}, {"prom', 'prompts.txt'),
+    (b'[\n  {"prompt": "one"}', 'prompts.txt'),
+    (b'{\n"prompt": "one"\n}\n{\n"prompt": "two"\n}', 'prompts.txt'),
+    (b'Why?\n[{"role": "user", "content": "a"}]', 'prompts.txt, line 2'),
+  ],
+)
+def test_bad_files_of_prompts(tmp_path, content, value):
+  with pytest.raises(ValueError, match=value):
     list(read_prompts(prompts_file(tmp_path, content)))
   with pytest.raises(ValueError, match='No file of prompts at'):
     list(read_prompts(tmp_path))

@@ -1,11 +1,11 @@
 """Benchmark questions: one JSON Lines file a task, as the EAGLE repository and FastChat keep them."""
 
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eagle_jax.files import parse_json
 from eagle_jax.models.transformer import Target
 
 QUESTIONS = Path(__file__).parents[1] / 'assets' / 'questions'  # openly licensed; see README.md there
@@ -63,10 +63,10 @@ def _parsed(task: str, path: Path, lines) -> Iterator[Question]:
   for number, line in enumerate(lines, start=1):
     if not line.strip():
       continue
+    question = parse_json(line, f'{path}, line {number}')
     try:
-      question = json.loads(line)
       turns, name = question['turns'], str(question['question_id'])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
       raise ValueError(f'{path}, line {number}: {error!r}. Needed is JSON with `question_id` and `turns`.') from error
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
       raise ValueError(f'{path}, line {number}: `turns` is {turns!r}; a list of non-empty strings is needed.')

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.files import cache_folder, replacing
+from eagle_jax.files import cache_folder, parse_json, replacing
 from eagle_jax.policy.adaptive import Economies, Gains, Prices
 from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, TreePolicy
 
@@ -292,7 +292,7 @@ def read(path: Path) -> Costs | None:
 @functools.lru_cache
 def _read(path: Path, modified: int) -> Costs | None:
   try:
-    fields = json.loads(path.read_text(encoding='utf-8'))
+    fields = parse_json(path.read_bytes(), str(path))
     if fields.pop('version') != VERSION:
       raise ValueError(f'not version {VERSION}')
     forms: dict[str, Callable[..., Any]] = {

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle_jax.files import replacing
+from eagle_jax.files import parse_json, read_records, replacing
+from eagle_jax.text import is_unicode
 
 Message = dict[str, str]  # 'role': system, user or assistant; 'content'
 
@@ -44,25 +45,28 @@ class Conversation(NamedTuple):
 
 
 def read_conversations(path: str | Path, refused: collections.Counter[str]) -> Iterator[Conversation]:
-  """Conversations of a text file, gzipped or not.
+  """Yield the conversations of a file, gzipped or not.
 
-  A line is a prompt, or a JSON object with `prompt` (a string), `turns` (the user's messages), `messages` (`role` and
-  `content`) or `conversations` (`from` and `value`, as ShareGPT has them). Empty lines are passed over.
+  A record (see `files.read_records`) is a prompt, or a JSON object with `messages` (`role` and `content`),
+  `conversations` (`from` and `value`, as ShareGPT has them), `turns` (the user's messages) or `prompt` (a string): the
+  first of them that is neither null nor empty.
 
   Args:
     path: of the file.
-    refused: counts the lines that cannot be used, by reason.
+    refused: counts the records that cannot be used, by reason.
 
   Raises:
-    ValueError: no such file.
+    ValueError: there is no such file, or it begins like one JSON document and is none.
   """
   path = Path(path)
   if not path.is_file():
     raise ValueError(f'No file of conversations at {path}: give one with a prompt or a JSON object a line.')
-  for line in _lines(path, refused):
-    if line.strip():
+  try:
+    for _, record in read_records(path):
       with counting(refused):
-        yield parse(line)
+        yield parse(record)
+  except (EOFError, gzip.BadGzipFile, zlib.error):
+    refused['the gzip file is damaged from here on'] += 1
 
 
 def write_prompts(path: Path, conversations: Iterable[Conversation]) -> None:
@@ -71,34 +75,37 @@ def write_prompts(path: Path, conversations: Iterable[Conversation]) -> None:
     file.writelines(json.dumps({'turns': conversation.users}) + '\n' for conversation in conversations)
 
 
-def _lines(path: Path, refused: collections.Counter[str]) -> Iterator[bytes]:
-  with gzip.open(path, 'rb') if path.suffix == '.gz' else open(path, 'rb') as lines:
-    try:
-      yield from lines
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-      refused['the gzip file is damaged from here on'] += 1
-
-
-def parse(line: bytes) -> Conversation:
-  """The conversation of one line, checked.
+def parse(record: Any) -> Conversation:
+  """Return the conversation of one record, checked.
 
   Raises:
     SkipExample: malformed, no text, empty, of unknown roles, or not user and assistant in turn.
   """
-  try:
-    text = line.decode('utf-8-sig').strip()
-    fields = json.loads(text) if text.startswith('{') else {'prompt': text}
-  except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, too many digits or brackets
-    raise SkipExample('malformed line') from error
-  messages = fields.get('messages', fields.get('conversations'))
-  if isinstance(messages, list):
-    return _in_turn([_role_and_text(message) for message in messages])
+  fields = _fields(record)
+  for name in ('messages', 'conversations'):
+    messages = fields.get(name)
+    if isinstance(messages, list) and messages:
+      return _in_turn([_role_and_text(message) for message in messages if not _is_empty_system(message)])
   turns = fields.get('turns')
   if isinstance(turns, list) and turns:
     return Conversation(tuple(map(_text, turns)))
-  if 'prompt' in fields:
+  if fields.get('prompt') is not None:
     return Conversation((_text(fields['prompt']),))
   raise SkipExample('no prompt, turns, messages or conversations')
+
+
+def _fields(record: Any) -> Mapping[str, Any]:
+  if isinstance(record, str):
+    text = record.removeprefix('\ufeff').strip()
+    try:
+      record = parse_json(text, 'a line') if text.startswith('{') else {'prompt': text}
+    except ValueError as error:
+      raise SkipExample('malformed line') from error
+    if not is_unicode(text):
+      raise SkipExample('malformed line')
+  if not isinstance(record, Mapping):
+    raise SkipExample('malformed line')
+  return record
 
 
 def _in_turn(messages: list[tuple[str, str]]) -> Conversation:
@@ -115,21 +122,30 @@ def _in_turn(messages: list[tuple[str, str]]) -> Conversation:
 def _role_and_text(message: Any) -> tuple[str, str]:
   if not isinstance(message, Mapping):
     raise SkipExample('malformed line')
-  role = message.get('role', message.get('from'))
+  role = _column(message, 'role', 'from')
   if not isinstance(role, str) or role not in _ROLES:
     raise SkipExample('unknown role')
-  return _ROLES[role], _text(message.get('content', message.get('value')))
+  return _ROLES[role], _text(_column(message, 'content', 'value'))
+
+
+def _column(message: Mapping[str, Any], *names: str) -> Any:
+  """Return the first of these columns that is not null: tables of two layouts have the columns of both."""
+  return next((message[name] for name in names if message.get(name) is not None), None)
+
+
+def _is_empty_system(message: Any) -> bool:
+  """Return whether this is a system message that says nothing, as exports write where there was none."""
+  if not isinstance(message, Mapping) or _column(message, 'role', 'from') != 'system':
+    return False
+  text = _column(message, 'content', 'value')
+  return text is None or (isinstance(text, str) and not text.strip())
 
 
 def _text(value: Any) -> str:
-  if not isinstance(value, str):
+  if not isinstance(value, str) or not is_unicode(value):
     raise SkipExample('a message is no text')
   if not value.strip():
     raise SkipExample('empty message')
-  try:
-    value.encode()
-  except UnicodeEncodeError as error:  # half of a surrogate pair, which a JSON escape can write
-    raise SkipExample('a message is no text') from error
   return value
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.config import TargetConfig
+from eagle_jax.files import parse_json
 from eagle_jax.weights.pickled import read_pickled
 from eagle_jax.weights.safetensors import read_safetensors
 
@@ -52,9 +52,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
   try:
-    content = json.loads(path.read_text(encoding='utf-8'))
+    content = parse_json(path.read_bytes(), str(path))
   except ValueError as error:
-    raise ValueError(f'{path} is not valid JSON ({error}): fetch or save it again.') from error
+    raise ValueError(f'{error} Fetch or save it again.') from error
   if not isinstance(content, dict):
     raise ValueError(f'{path} holds a JSON {type(content).__name__}, an object is needed.')
   return content
