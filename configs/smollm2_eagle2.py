@@ -5,7 +5,7 @@ python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.json
   --variant=long --initial=runs/smollm2_eagle2/drafter
 
 Expected: held-out top-1 agreement 0.50, chain_tau 1.92, over prompts of all lengths; pooled tau of EAGLE-2's tree on
-the six tasks 2.75 greedy (README); 8.5 MB. Time on two cores: 150 minutes of answering (250 tokens/s for short prompts,
+the six tasks 2.75 greedy; 8.5 MB. Time on two cores: 150 minutes of answering (250 tokens/s for short prompts,
 150 for those of up to 320 tokens, 55 for those of up to 1,024), then 50 and 30 for the steps. The drafter shipped first
 went this way in stages, as its data grew; today's was made on a GPU, by smollm2_eagle2_gpu.py.
 """
