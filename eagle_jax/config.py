@@ -100,7 +100,7 @@ class _HeadSizes:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig(_HeadSizes):
-  """The EAGLE-1/2 head: one decoder layer over [embedding, feature] (EAGLE.md section 1; EAGLE, arXiv:2401.15077).
+  """The EAGLE-1/2 head: one decoder layer over [embedding, feature] (EAGLE, arXiv:2401.15077).
 
   Every field is the drafter's own: none of heads, eps, theta or biases may be taken from the target.
   """
@@ -129,7 +129,7 @@ class DrafterConfig(_HeadSizes):
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config(_HeadSizes):
   """The EAGLE-3 head: one decoder layer over embeddings and fused features of three depths, and a head of its own
-  (EAGLE.md section 2; EAGLE-3, arXiv:2503.01840).
+  (EAGLE-3, arXiv:2503.01840; draft/README.md says where its code differs).
 
   As in `DrafterConfig`, every field is the drafter's own.
   """

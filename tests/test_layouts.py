@@ -174,7 +174,7 @@ def published(width, ffn, num_heads, kv_heads, vocab, **more):
   return content | ({'num_key_value_heads': kv_heads} if kv_heads else {}) | more
 
 
-# Name -> config.json, bytes a number, GB of the published file (EAGLE.md sections 1.4, 2.4 and 3.3).
+# Name -> config.json, bytes a number, GB of the published file (as the Hugging Face hub lists them).
 PUBLISHED = {
   'EAGLE-Vicuna-7B-v1.3': (published(4096, 11_008, 32, None, 32_000), 4, 1.47),
   'EAGLE-Vicuna-13B-v1.3': (published(5120, 13_824, 40, None, 32_000), 4, 2.13),

@@ -1,4 +1,4 @@
-"""The tree of a random EAGLE drafter against the reference's algorithm, anew in plain NumPy (EAGLE.md section 4).
+"""The tree of a random EAGLE drafter against the reference's algorithm (`topK_genrate`), anew in plain NumPy.
 
 The reference takes the weights as a file has them; its forward, its cache (plain lists of rows) and its tree are here.
 """

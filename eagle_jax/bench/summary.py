@@ -85,7 +85,7 @@ def tau_paper(answers: Iterable[Answered]) -> tuple[float, int]:
   """The paper's tau, and how many questions it leaves out.
 
   By question, tokens over the *zero-based* number of the last pass, then the mean over questions: 2 to 5 % above the
-  pooled tau (EAGLE.md section 8.3). A question whose every turn took a single pass has no such number.
+  pooled tau ("The paper's tau" in draft/README.md). A question whose every turn took a single pass has no such number.
   """
   by_question: dict[tuple, list[int]] = {}
   for answer in answers:

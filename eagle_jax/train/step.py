@@ -22,8 +22,8 @@ NUM_CHAIN = 6  # steps of the chain whose agreement evaluation follows
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """What the drafter learns. The defaults are EAGLE's two terms, which it weighs 1 and 0.1 (EAGLE.md section 7.3); each
-  field beyond them is another paper's.
+  """What the drafter learns. The defaults are EAGLE's two terms, which the reference (`eagle/train/main.py`) weighs 1
+  and 0.1; each field beyond them is another paper's.
   """
 
   regression: float = 1.0  # weight of the smooth-L1 distance to the target's features
@@ -143,7 +143,7 @@ def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows:
   """Per place: the weighted sum of cross-entropies [d, B, L], and (the plain cross-entropy, `Ranks`).
 
   Of a draft vocabulary the target's distribution is that among its ids, in every place; EAGLE-3's trainers leave places
-  out whose favourite is another id (EAGLE.md section 7.6).
+  out whose favourite is another id (`eagle/traineagle3/cnets.py` of the reference).
   """
   width, num_steps, *shape = out_DdBL.shape
   p_UR = jax.nn.softmax(head_logits(head_UD, rows.target.reshape(width, -1).astype(head_UD.dtype)), axis=0)

@@ -1,4 +1,4 @@
-"""Heads in the layouts that others publish, against a rendering of EAGLE.md sections 1 and 2 in PyTorch.
+"""Heads in the layouts that others publish, against a rendering of the equations in draft/README.md in PyTorch.
 
 The rendering runs whole sequences anew and knows neither caches nor trees.
 """
