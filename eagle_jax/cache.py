@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device, row_major
+from eagle_jax.kernels.layout import row_major
+from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device
 
 
 class KVCache(NamedTuple):

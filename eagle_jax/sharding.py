@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 RULES = {
@@ -162,15 +161,3 @@ def on_each_device(run: Callable[..., Any], arrays: Sequence[Any], axes: Sequenc
     for names, tree in zip(axes, arrays, strict=True)
   )
   return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
-
-
-def row_major(x: jax.Array) -> jax.Array:
-  """Keeps the last dimension of a device's part innermost in memory, which on a CPU it always is.
-
-  Call it `on_each_device`: of an array that a mesh splits, the whole would be gathered.
-  """
-
-  def constrained(x):
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-  return jax.lax.platform_dependent(x, cpu=lambda x: x, default=constrained)

@@ -21,6 +21,7 @@ FLOORS = {
 }  # fmt: skip
 # Within a package: in data order, each module may import those before it.
 ORDER = {
+  'kernels': ('__init__', 'dispatch', 'layout', 'matmul', 'int8', 'attention_tpu', 'attention_gpu'),
   'models': ('__init__', 'interface', 'layers', 'transformer'),
   'policy': ('__init__', 'adaptive', 'trees', 'costs'),
   'draft': (

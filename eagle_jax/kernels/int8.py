@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.kernels.dispatch import dispatch
 from eagle_jax.kernels.matmul import applied
 
 LARGEST = 127  # of int8, to both sides
@@ -29,7 +30,7 @@ class Quantised:
   def times(self, x_IR: jax.Array) -> jax.Array:
     """[..., R] f32, the product with columns of `dtype`."""
     on_cpu = functools.partial(product_of_bytes, num_parts=self.num_parts)
-    product = jax.lax.platform_dependent(self.value, x_IR, cpu=on_cpu, default=product_of_floats)
+    product = dispatch(self.value, x_IR, default=product_of_floats, cpu=on_cpu)
     return product * self.scale[..., None]
 
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.device import precision
-from eagle_jax.sharding import row_major
+from eagle_jax.kernels.dispatch import dispatch
+from eagle_jax.kernels.layout import row_major
 
 NUM_PARTS = 4  # of a small matrix, for the cores of a CPU
 SMALL = range(2**16, 2**19)  # numbers in a matrix that is faster in parts
@@ -22,7 +23,7 @@ def float32_product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
   def product_on_cpu(a, b):  # XLA:CPU has no product of bfloat16 that gives float32, in some shapes
     return product(a.astype(jnp.float32), b.astype(jnp.float32))
 
-  return jax.lax.platform_dependent(a, b, cpu=product_on_cpu, default=product)
+  return dispatch(a, b, default=product, cpu=product_on_cpu)
 
 
 def applied(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
@@ -50,12 +51,14 @@ def applied(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Arr
     x_PIR = jnp.broadcast_to(x_IR, (NUM_PARTS, *x_IR.shape))
     return jnp.matmul(part_POI, x_PIR, **how).reshape(*weight_OI.shape[:-1], -1)
 
-  ways = {'default': whole}
-  if x_IR.shape[1] > 1:
-    ways |= dict.fromkeys(('cuda', 'rocm'), functools.partial(in_rows, **how))
-  elif weight_OI.size in SMALL and weight_OI.size // weight_OI.shape[-1] % NUM_PARTS == 0:
-    ways['cpu'] = in_parts
-  return jax.lax.platform_dependent(weight_OI, x_IR, **ways)
+  is_column, num_outputs = x_IR.shape[1] == 1, weight_OI.size // weight_OI.shape[-1]
+  is_small = weight_OI.size in SMALL and num_outputs % NUM_PARTS == 0
+  return dispatch(
+    weight_OI, x_IR,
+    default=whole,
+    cpu=in_parts if is_column and is_small else None,
+    gpu=None if is_column else functools.partial(in_rows, **how),
+  )  # fmt: skip
 
 
 def in_rows(weight_OI: jax.Array, x_IR: jax.Array, **how: Any) -> jax.Array:

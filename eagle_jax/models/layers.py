@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from eagle_jax.device import precision
 from eagle_jax.kernels import attention_gpu, attention_tpu
 from eagle_jax.kernels.int8 import Quantised
+from eagle_jax.kernels.layout import row_major
 from eagle_jax.kernels.matmul import applied, float32_product
-from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device, row_major
+from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device
 
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
 KERNELS = {'tpu': attention_tpu, 'cuda': attention_gpu}  # of attention over the cache, by platform

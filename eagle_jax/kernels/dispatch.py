@@ -1,0 +1,29 @@
+"""The choice between the forms of an operation, one for each kind of device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def dispatch(
+  *arrays: Any,
+  default: Callable,
+  cpu: Callable | None = None,
+  gpu: Callable | None = None,
+  cuda: Callable | None = None,
+  tpu: Callable | None = None,
+) -> Any:
+  """Run the form of an operation that is written for the device that the program is compiled for.
+
+  The choice is made when the program is lowered: it holds the chosen form alone.
+
+  Args:
+    arrays: pytrees that every form takes. All forms return the same shapes and dtypes.
+    default: the form for devices that have none of their own.
+    cpu, tpu: forms for these.
+    gpu: the form for GPUs of all makers.
+    cuda: the form for NVIDIA's alone; there it stands before `gpu`.
+  """
+  forms = {'cpu': cpu, 'cuda': cuda or gpu, 'rocm': gpu, 'tpu': tpu}
+  return jax.lax.platform_dependent(*arrays, default=default, **{name: run for name, run in forms.items() if run})
