@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.kernels.layout import row_major
-from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device
+from eagle_jax.kernels.write_kv import write
+from eagle_jax.sharding import CACHE_AXES, constrain
 
 
 class KVCache(NamedTuple):
@@ -71,50 +71,6 @@ def filled(rows: NewRows, length_B: jax.Array, *, num_slots: int) -> KVCache:
 
   keys, values = jax.tree.map(padded, rows)
   return KVCache(keys, values, length_B)
-
-
-def write(kept: Any, new: Any, start_B: jax.Array) -> Any:
-  """Writes P rows at each batch row's own `start`. `start + P <= S` is the caller's duty: an update slice clamps.
-
-  Args:
-    kept: a pytree of arrays [B, G, S, K].
-    new: the same of [B, G, P, K].
-    start_B: [B] i32.
-  """
-
-  def write_part(kept, new, start_B):
-    ways = {'default': _write_row_by_row}
-    if start_B.shape[0] > 1:
-      ways |= {'cuda': _write_at_once, 'rocm': _write_at_once}
-    return jax.lax.platform_dependent(kept, new, start_B, **ways)
-
-  return on_each_device(write_part, (kept, new, start_B), (CACHE_AXES, CACHE_AXES, ('batch',)))
-
-
-def _write_row_by_row(kept: Any, new: Any, start_B: jax.Array) -> Any:
-  """One update slice a batch row, because XLA does that in place; a scatter's bounds check reads the old slots, and
-  makes XLA:CPU copy the cache."""
-  if not jax.tree.leaves(kept):  # a target that replays texts has no layers
-    return kept
-  new_BGNPK = row_major(jnp.stack(jax.tree.leaves(new), axis=2))  # so that a row of all layers is one slice
-
-  def write_row(done, kept):
-    # The last row first: a loop in their order XLA:TPU takes for one that replaces `kept` by `new`, and gives up.
-    row = start_B.shape[0] - 1 - done
-    new_1GNPK = row_major(jax.lax.dynamic_slice_in_dim(new_BGNPK, row, 1))
-    arrays, tree = jax.tree.flatten(kept)
-    place = row, 0, start_B[row], 0
-    return tree.unflatten(
-      row_major(jax.lax.dynamic_update_slice(kv_BGSK, new_1GNPK[:, :, n], place)) for n, kv_BGSK in enumerate(arrays)
-    )
-
-  return jax.lax.fori_loop(0, start_B.shape[0], write_row, kept)
-
-
-def _write_at_once(kept: Any, new: Any, start_B: jax.Array) -> Any:
-  """One scatter a layer, which XLA:GPU does in place: row by row it would launch a kernel for each row and layer."""
-  write_all = jax.vmap(lambda kv_GSK, new_GPK, start: jax.lax.dynamic_update_slice(kv_GSK, new_GPK, (0, start, 0)))
-  return jax.tree.map(lambda kv_BGSK, new_BGPK: write_all(kv_BGSK, new_BGPK, start_B), kept, new)
 
 
 def append(cache: KVCache, rows: NewRows, count_B: jax.Array) -> KVCache:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)  # of Threefry-2x32's rounds, four and four in turn
+from eagle_jax.kernels.argmax import argmax
+from eagle_jax.kernels.random import random_bits
 
 
 class Sampling(NamedTuple):
@@ -51,29 +52,6 @@ def position_noise(seed, row_id, position, token_U: jax.Array) -> jax.Array:
   bits_U = random_bits(jax.random.key_data(key), token_U.astype(jnp.uint32))
   uniform_U = jax.lax.bitcast_convert_type(bits_U >> 9 | one, jnp.float32) - 1
   return -jnp.log(-jnp.log(jnp.maximum(uniform_U, jnp.finfo(jnp.float32).tiny)))
-
-
-def random_bits(key_2: jax.Array, count_U: jax.Array) -> jax.Array:
-  """[U] u32, those of `jax.random.bits` at these places of an array: Threefry-2x32 in 20 rounds.
-
-  JAX's own, on a CPU, is a loop of five times four rounds that writes its numbers after each: of 49,152 they take 0.43
-  ms, and in one kernel 0.17, which also compiles in less time.
-
-  Args:
-    key_2: [2] u32.
-    count_U: [U] u32.
-
-  Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-  """
-  keys = *key_2, key_2[0] ^ key_2[1] ^ jnp.uint32(0x1BD11BDA)
-  high_U, low_U = jnp.full_like(count_U, keys[0]), count_U + keys[1]
-  for number in range(5):
-    for bits in ROTATIONS[number % 2]:
-      high_U += low_U
-      low_U = high_U ^ (low_U << bits | low_U >> (32 - bits))
-    high_U += keys[(number + 1) % 3]
-    low_U += keys[(number + 2) % 3] + jnp.uint32(number + 1)
-  return high_U ^ low_U
 
 
 def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> jax.Array:
@@ -126,15 +104,6 @@ def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
   return order_V >= least
 
 
-def _first_best(score_V: jax.Array) -> jax.Array:
-  """[] i32, as `argmax` says it, but the last index where a score is NaN.
-
-  XLA:CPU's `argmax` is a scalar loop: 225 us for 49,152 scores; these two passes, 23.
-  """
-  index_V = jnp.arange(score_V.shape[0], dtype=jnp.int32)
-  return jnp.where(score_V == score_V.max(), index_V, score_V.shape[0] - 1).min()
-
-
 def perturbed(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
   """[V] f32, logits whose largest is the target's choice: filtered and with noise, or untouched where that is greedy.
 
@@ -148,7 +117,7 @@ def perturbed(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.
 
 def choose(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
   """[] i32: the target's own token at `position`, the same for every tree that leads there. See `perturbed`."""
-  return _chosen(_first_best, logits_V, sampling, row_id, position)
+  return _chosen(argmax, logits_V, sampling, row_id, position)
 
 
 def _chosen(of: Callable, logits_V: jax.Array, sampling: Sampling, row_id, position) -> Any:

@@ -21,7 +21,10 @@ FLOORS = {
 }  # fmt: skip
 # Within a package: in data order, each module may import those before it.
 ORDER = {
-  'kernels': ('__init__', 'dispatch', 'layout', 'matmul', 'int8', 'attention_tpu', 'attention_gpu'),
+  'kernels': (
+    '__init__', 'dispatch', 'layout', 'random', 'argmax', 'top_k', 'write_kv', 'matmul', 'int8', 'attention_tpu',
+    'attention_gpu',
+  ),
   'models': ('__init__', 'interface', 'layers', 'transformer'),
   'policy': ('__init__', 'adaptive', 'trees', 'costs'),
   'draft': (

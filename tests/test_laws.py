@@ -14,10 +14,11 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.decode.request import MAX_TEMPERATURE, MIN_TOP_P
 from eagle_jax.decode.step import num_rows
 from eagle_jax.decode.verify import at_once, verify, walk
-from eagle_jax.draft.expand import Children, grow, likeliest_of_parts
+from eagle_jax.draft.expand import Children, grow
 from eagle_jax.draft.interface import Outlook
 from eagle_jax.kernels import attention_tpu
 from eagle_jax.kernels import matmul as products
+from eagle_jax.kernels.top_k import top_k_of_parts
 from eagle_jax.models import layers
 from eagle_jax.models.layers import Experts, OverCache, SwiGLU
 from eagle_jax.policy.adaptive import Economy, Gains, Prices, best_size, is_level_worth
@@ -392,7 +393,7 @@ def test_the_likeliest_of_parts_are_the_likeliest(size):
     rng.integers(0, 4, size),  # equal ones: the first count
     np.where(rng.random(size) < 0.005, 0.0, -np.inf),  # fewer than are asked for
   ]).astype(np.float32)  # fmt: skip
-  for found, expected in zip(likeliest_of_parts(log_p_RU, 10), jax.lax.top_k(log_p_RU, 10), strict=True):
+  for found, expected in zip(top_k_of_parts(log_p_RU, 10), jax.lax.top_k(log_p_RU, 10), strict=True):
     np.testing.assert_array_equal(found, expected)
 
 

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft.expand import Children, Frontier, first_width, grow, likeliest
+from eagle_jax.draft.expand import Children, Frontier, first_width, grow
 from eagle_jax.draft.interface import Outlook
 from eagle_jax.draft.ngram import Evidence
 from eagle_jax.kernels.matmul import float32_product
+from eagle_jax.kernels.top_k import top_k
 from eagle_jax.models.layers import (
   DecoderLayer,
   Linear,
@@ -191,7 +192,7 @@ class Eagle:
     noise_UR = jnp.repeat(noise_UB, width, axis=1)
     logits_UR = head_logits(params['head'], out_DR) + noise_UR
     logits_nR = logits_UR if evidence is None else self.weighed(params, logits_UR, out_DR, noise, evidence)
-    log_p_RC, index_RC = likeliest(jax.nn.log_softmax(logits_nR, axis=0).T, fanout)
+    log_p_RC, index_RC = top_k(jax.nn.log_softmax(logits_nR, axis=0).T, fanout)
     token_RC = jnp.take(ids_U, index_RC, mode='clip')
     if evidence is not None:
       token_RC = jnp.where(index_RC < len(ids_U), token_RC, evidence.token.reshape(-1, 1))

@@ -17,40 +17,12 @@ from eagle_jax.draft.interface import Outlook
 from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
-PART = 512  # of a vocabulary
-
 
 class Children(NamedTuple):
   """What each frontier node offers, likeliest first."""
 
   token: jax.Array  # [B, W, C] i32, target ids
   log_p: jax.Array  # [B, W, C] f32, the drafter's log-probability given the path, nats
-
-
-def likeliest(log_p_RU: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """[R, count] each, the largest of every row, the first of equal ones, and where they are: `jax.lax.top_k`.
-
-  XLA:GPU gives a row to one block of threads: on an H200 ten of 8,192 take 107 us so, and 29 in parts.
-  """
-
-  def whole(log_p_RU: jax.Array) -> tuple[jax.Array, jax.Array]:
-    best_RC, index_RC = jax.lax.top_k(log_p_RU, count)
-    return best_RC, index_RC
-
-  if not count <= PART < log_p_RU.shape[1]:
-    return whole(log_p_RU)
-  in_parts = functools.partial(likeliest_of_parts, count=count)
-  return jax.lax.platform_dependent(log_p_RU, cuda=in_parts, rocm=in_parts, default=whole)
-
-
-def likeliest_of_parts(log_p_RU: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """`likeliest` of those of each part; `count` is at most `PART`."""
-  num_rows, size = log_p_RU.shape
-  padded_RU = jnp.pad(log_p_RU, ((0, 0), (0, -size % PART)), constant_values=-jnp.inf)  # behind what equals it
-  best_RNC, place_RNC = jax.lax.top_k(padded_RU.reshape(num_rows, -1, PART), count)
-  index_RNC = place_RNC + PART * jnp.arange(best_RNC.shape[1]).reshape(1, -1, 1)
-  best_RC, place_RC = jax.lax.top_k(best_RNC.reshape(num_rows, -1), count)
-  return best_RC, jnp.take_along_axis(index_RNC.reshape(num_rows, -1), place_RC, axis=1, mode='clip')
 
 
 class Frontier(NamedTuple):

@@ -25,5 +25,6 @@ def dispatch(
     gpu: the form for GPUs of all makers.
     cuda: the form for NVIDIA's alone; there it stands before `gpu`.
   """
-  forms = {'cpu': cpu, 'cuda': cuda or gpu, 'rocm': gpu, 'tpu': tpu}
-  return jax.lax.platform_dependent(*arrays, default=default, **{name: run for name, run in forms.items() if run})
+  of_platform = {'cpu': cpu, 'cuda': cuda or gpu, 'rocm': gpu, 'tpu': tpu}
+  forms = {platform: form for platform, form in of_platform.items() if form is not None}
+  return jax.lax.platform_dependent(*arrays, default=default, **forms) if forms else default(*arrays)
