@@ -1,28 +1,63 @@
-"""Strict JAX for all tests, and the real model for those that want it."""
+"""Strict JAX for all tests, programs that compile fast and are shared, and the real model for those that want it."""
 
 import gc
-import importlib.metadata
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-# Most of the suite's time is the compiler's: so it makes slower programs, in half the time. XLA_FLAGS that are set, if
-# only to nothing, stand instead. XLA dies of a flag that it does not know, and these are of certain releases.
-if importlib.metadata.version('jaxlib').startswith('0.10.'):
-  os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false')
+import quick  # noqa: F401 as a setting
+
+MAX_MAPS = 30_000
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 
 
+def pytest_configure(config):
+  """Workers, and processes that tests start, share what they compile through a folder that ends with the run."""
+  if not hasattr(config, 'workerinput') and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    folder = tempfile.mkdtemp(prefix='eagle_jax_programs_')
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    use_cache(folder)
+
+
+def use_cache(folder):
+  """Keeps every compiled program there, whatever its size: in this process and in those that it starts."""
+  settings = {
+    'jax_compilation_cache_dir': folder,
+    'jax_persistent_cache_min_compile_time_secs': 0,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  for name, value in settings.items():
+    os.environ[name.upper()] = str(value)
+    jax.config.update(name, value)
+
+
+@pytest.fixture(scope='module')
+def no_compilation_cache():
+  """For tests of what is compiled anew, or cannot be read back."""
+  before = jax.config.values['jax_compilation_cache_dir']
+  jax.config.update('jax_compilation_cache_dir', None)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update('jax_compilation_cache_dir', before)
+  compilation_cache.reset_cache()
+
+
 @pytest.fixture(autouse=True, scope='module')
 def forget_programs():
-  """Frees each module's compiled programs: some thousands of them exhaust the memory maps of a process (Linux allows
-  65,530), and the compiler then dies of a segmentation fault."""
+  """Frees compiled programs between modules once there are many: some thousands of them exhaust the memory maps of a
+  process (Linux allows 65,530), and the compiler then dies of a segmentation fault."""
   yield
-  jax.clear_caches()
-  gc.collect()
+  maps = Path('/proc/self/maps')
+  if not maps.exists() or len(maps.read_text().splitlines()) > MAX_MAPS:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope='session')

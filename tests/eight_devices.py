@@ -7,20 +7,18 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+import quick  # noqa: F401 as a setting
 from eagle_jax import decode, hub
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from eagle_jax.decode import batching
@@ -167,6 +165,7 @@ def refilled(*args, **how) -> tuple[decode.Generation, list[int]]:
 
 
 def main() -> None:
+  jax.config.update('jax_num_cpu_devices', 8)
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
   cases, places, streams, moves, families, kernels, programs = {}, {}, {}, {}, {}, {}, {}

@@ -4,17 +4,15 @@ Prints one JSON object: the losses of every step on each mesh, and each array's 
 """
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
-
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import quick  # noqa: F401 as a setting
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.models.transformer import Target, TransformerTarget
@@ -75,6 +73,7 @@ def trained_on(mesh, folder: Path) -> list[dict[str, float]]:
 
 
 def main() -> None:
+  jax.config.update('jax_num_cpu_devices', 8)
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **about: COMPILED.append(about.get('fun_name')) if 'backend_compile' in event else None
   )

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import quick  # noqa: F401 as a setting
 from eagle_jax import decode, processes
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter

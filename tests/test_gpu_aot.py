@@ -24,7 +24,7 @@ from eagle_jax.kernels import attention_gpu
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sharding import make_mesh
 
-pytestmark = pytest.mark.gpu_aot
+pytestmark = [pytest.mark.gpu_aot, pytest.mark.usefixtures('no_compilation_cache')]
 
 KERNEL = 'custom_call_target="mosaic_gpu'
 SMALL = DynamicTree(4, 4, 3, 12, lookup=True)

@@ -22,14 +22,11 @@ from eagle_jax.policy.trees import Chain
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, no_compilation_cache):
   """Where programs are kept, whatever is set outside."""
-  before = jax.config.values['jax_compilation_cache_dir']
-  jax.config.update('jax_compilation_cache_dir', None)
   keep_programs(tmp_path / 'programs')
   yield tmp_path / 'programs'
   keep_programs(None)
-  jax.config.update('jax_compilation_cache_dir', before)
 
 
 def was_found(x, *, factor=2):
@@ -150,7 +147,12 @@ def test_a_process_finds_what_another_compiled(tmp_path):
   unoptimised sorts."""
 
   def run(temperature):
-    environment = os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(Path(__file__).parent)}
+    environment = os.environ | {
+      'XLA_FLAGS': '',
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_COMPILATION_CACHE_DIR': '',
+      'PYTHONPATH': str(Path(__file__).parent),
+    }
     command = [sys.executable, '-c', ONE_TEXT, str(tmp_path), str(temperature)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
     return json.loads(done.stdout), done.stderr

@@ -24,7 +24,7 @@ from eagle_jax.kernels import attention_tpu
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain
 from eagle_jax.sharding import make_mesh
 
-pytestmark = pytest.mark.tpu_aot
+pytestmark = [pytest.mark.tpu_aot, pytest.mark.usefixtures('no_compilation_cache')]
 log = logging.getLogger(__name__)
 
 HBM_GIB = 16  # of one v5e

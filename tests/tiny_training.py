@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+import quick  # noqa: F401 as a setting
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation

@@ -1,0 +1,22 @@
+"""What makes the suite's many small programs cheap to trace and to compile.
+
+Imported by `conftest.py` and by the scripts that tests run in processes of their own, before JAX reads its flags.
+"""
+
+import gc
+import importlib.metadata
+import os
+
+# Programs that compile in half the time and run slower. Workers use the cores already: a program that is split for
+# several threads only takes more memory maps. XLA dies of a flag that it does not know, and these are of certain
+# releases. XLA_FLAGS that are set, if only to nothing, stand instead.
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  os.environ.setdefault(
+    'XLA_FLAGS',
+    '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
+    ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1',
+  )
+
+# Tracing makes many objects that stay. By its own thresholds, Python's collector spends a fifth of the suite's time on
+# looking through them again.
+gc.set_threshold(100_000, 20, 50)
