@@ -364,6 +364,7 @@ def copies_in_loop(hlo: str, shape: str) -> list[str]:
   return lines
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize('batch', [1, 5])
 @pytest.mark.parametrize('policy', [Plain(), Chain(3), StaticTree(), SMALL, ADAPTIVE], ids=lambda p: p.describe())
 def test_the_loop_copies_no_cache(target, drafter, policy, batch):
@@ -376,6 +377,7 @@ def test_the_loop_copies_no_cache(target, drafter, policy, batch):
   assert copies_in_loop(hlo, shape) == []
 
 
+@pytest.mark.optimised
 def test_angles_are_computed_once_a_pass(target, drafter):
   """Not in every layer for every head, as where XLA fuses them into their readers."""
   params, spec, state = lowered_state(target, drafter, Chain(1), batch=1)
@@ -384,6 +386,7 @@ def test_angles_are_computed_once_a_pass(target, drafter):
   assert len(re.findall(r'\bcosine\(', hlo)) == 2  # the target's pass, and the drafter's over what was committed
 
 
+@pytest.mark.optimised
 def test_a_copy_would_be_seen():
   """A loop that needs the old array after writing a new one: XLA must copy."""
 

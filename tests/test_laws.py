@@ -26,6 +26,8 @@ from eagle_jax.policy.trees import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, S
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from oracle import numpy_keep
 
+pytestmark = pytest.mark.optimised
+
 SEEDS = range(20)
 ALWAYS = Outlook(noise=lambda depth, token_UB: jnp.zeros(0), is_level_worth=lambda depth, log_q_BW: True)
 POLICIES = (
