@@ -16,6 +16,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 
 import quick  # noqa: F401 as a setting
@@ -26,8 +27,7 @@ from eagle_jax.decode.program import Program
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.kernels import attention_tpu
-from eagle_jax.models.layers import OverCache
+from eagle_jax.kernels import attention, attention_tpu
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import CACHE_AXES, make_mesh, mesh_of, param_shardings, partition, using
@@ -105,18 +105,17 @@ def kernel(mesh) -> tuple[float, int]:
   given = [rng.standard_normal((8, 4, *rows, 8), np.float32) for rows in ((2, 3), (3,), (3,), (16,), (16,))]
   mask_BTM = np.broadcast_to(np.tri(3, dtype=bool), (8, 3, 3))
 
-  def attend(q, k, v, keys, values, *, kind=OverCache.attend):
-    return kind(OverCache(keys, values, jnp.arange(8), jnp.asarray(mask_BTM)), q, k, v)
-
-  def in_kernel(mix, *rows):
-    return mix.attend_in_kernel(functools.partial(attention_tpu.attend, interpret=True), *rows)
+  def attend(q, k, v, keys, values, *, form=attention.reference):
+    return form(attention.Operands(q, k, v, jnp.asarray(mask_BTM), keys, values, jnp.arange(8)))
 
   placed = [
     jax.device_put(x, NamedSharding(mesh, partition((*CACHE_AXES[:2], *(None,) * (x.ndim - 2)), x.shape, mesh)))
     for x in given
   ]
-  with using(mesh):
-    program = jax.jit(functools.partial(attend, kind=in_kernel)).lower(*placed).compile()
+  in_kernel = functools.partial(attention.attend_in_kernel, kernel=attention_tpu)
+  interpreted = mock.patch.object(pl, 'pallas_call', functools.partial(pl.pallas_call, interpret=True))
+  with using(mesh), interpreted:
+    program = jax.jit(functools.partial(attend, form=in_kernel)).lower(*placed).compile()
   found, expected = program(*placed), attend(*map(jnp.asarray, given))
   assert found.sharding.shard_shape(found.shape) == placed[0].sharding.shard_shape(found.shape)
   exchanges = re.findall(r' (all-gather|all-reduce|all-to-all|collective-permute)\(', program.as_text())

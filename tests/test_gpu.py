@@ -10,8 +10,7 @@ import pytest
 
 from eagle_jax import decode
 from eagle_jax.evaluate import random_pairs
-from eagle_jax.kernels import attention_gpu
-from eagle_jax.models.layers import OverCache
+from eagle_jax.kernels import attention, attention_gpu
 from eagle_jax.policy.trees import Chain, DynamicTree
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != 'gpu', reason='no GPU is here')
@@ -45,7 +44,7 @@ def test_the_kernel_sees_the_same(B, G, J, T, M, K, S, lengths):
   def both(q, k, v, keys, values):
     found = attention_gpu.attend(q, k, v, mask_BTM, keys, values, length_B)
     q, k, v, keys, values = (x.astype(jnp.float32) for x in (q, k, v, keys, values))
-    return found, OverCache(keys, values, length_B, mask_BTM).attend(q, k, v)
+    return found, attention.reference(attention.Operands(q, k, v, mask_BTM, keys, values, length_B))
 
   assert relative_error(*both(q, *rows)) < 0.004
 

@@ -16,11 +16,7 @@ from eagle_jax.decode.step import num_rows
 from eagle_jax.decode.verify import at_once, verify, walk
 from eagle_jax.draft.expand import Children, grow
 from eagle_jax.draft.interface import Outlook
-from eagle_jax.kernels import attention_tpu
-from eagle_jax.kernels import matmul as products
-from eagle_jax.kernels.top_k import top_k_of_parts
-from eagle_jax.models import layers
-from eagle_jax.models.layers import Experts, OverCache, SwiGLU
+from eagle_jax.models.layers import Experts, SwiGLU
 from eagle_jax.policy.adaptive import Economy, Gains, Prices, best_size, is_level_worth
 from eagle_jax.policy.trees import EAGLE1_PATHS, Adaptive, Chain, DynamicTree, StaticTree
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
@@ -284,119 +280,6 @@ def test_accepted_rows_are_appended(seed):
     for b, (length, count) in enumerate(zip(length_B, count_B, strict=True)):
       np.testing.assert_array_equal(then[b, :, :length], before[b, :, :length])
       np.testing.assert_array_equal(then[b, :, length : length + count], found[b][:, path_BP[b, :count]])
-
-
-def attended(*, num_slots, num_earlier, length_B):
-  """What attention is given, in NumPy: queries, who sees whom, and keys and values of slots, earlier and new rows."""
-  rng = np.random.default_rng(num_slots + num_earlier)
-  B, G, J, T, K = 2, 2, 3, 4, 8
-  mask_BTM = rng.random((B, T, num_earlier + T)) < 0.5
-  mask_BTM[:, np.arange(T), num_earlier + np.arange(T)] = True
-  old, earlier, new = (rng.standard_normal((2, B, G, n, K)).astype(np.float32) for n in (num_slots, num_earlier, T))
-  for b, length in enumerate(length_B):
-    old[:, b, :, length:] *= 100  # scratch, which would win if it were seen
-  return rng.standard_normal((B, G, J, T, K)).astype(np.float32), mask_BTM, old, earlier, new
-
-
-@pytest.mark.parametrize('num_slots', [0, 9])
-@pytest.mark.parametrize('num_earlier', [0, 3])
-@pytest.mark.parametrize('is_windowed', [False, True])
-@pytest.mark.parametrize('way', ['whole', 'in blocks', 'on GPUs'])
-def test_attention_sees_the_committed_rows_and_those_of_the_mask(num_slots, num_earlier, is_windowed, way, monkeypatch):
-  length_B = np.minimum([0, 7], num_slots).astype(np.int32)
-  q, mask_BTM, old, earlier, new = attended(num_slots=num_slots, num_earlier=num_earlier, length_B=length_B)
-  given = tuple(map(jnp.asarray, earlier)) if num_earlier else None
-  oldest_BT = np.array([[-2, 0, 1, 3], [-1, 2, 6, 9]])
-  oldest = jnp.asarray(oldest_BT) if is_windowed else None
-  mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B), jnp.asarray(mask_BTM), given, oldest)
-  if way == 'in blocks':
-    monkeypatch.setattr(layers, 'MANY_ROWS', 3)
-  out, memory = mix(jnp.asarray(q), *map(jnp.asarray, new))
-  if way == 'on GPUs':
-    out = jax.jit(OverCache.attend_on_gpu)(mix, jnp.asarray(q), *memory)
-  for found, parts in zip(memory, zip(earlier, new, strict=True), strict=True):
-    np.testing.assert_array_equal(found, np.concatenate(parts, axis=2))
-  for b, g, j, t in np.ndindex(out.shape[:-1]):
-    start = max(oldest_BT[b, t], 0) if is_windowed else 0
-    seen = [
-      np.concatenate([x[b, g, start : length_B[b]], y[b, g][mask_BTM[b, t]]])
-      for x, y in zip(old, np.concatenate([earlier, new], axis=3), strict=True)
-    ]
-    weight = np.exp(seen[0] @ q[b, g, j, t] / np.sqrt(q.shape[-1]))
-    np.testing.assert_allclose(out[b, g, j, t], weight @ seen[1] / weight.sum(), rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-  ('num_slots', 'length_B'),
-  [(9, (0, 7)), (9, (9, 1)), (768, (0, 767)), (768, (256, 257)), (768, (512, 768))],  # of 768 slots in blocks of 256
-)
-@pytest.mark.parametrize(('num_earlier', 'num_rows'), [(0, 4), (3, 4), (0, 1)])
-def test_the_kernel_of_tpus_sees_the_same(num_slots, length_B, num_earlier, num_rows):
-  q, mask_BTM, old, earlier, new = attended(num_slots=num_slots, num_earlier=num_earlier, length_B=length_B)
-  new_BGMK = np.concatenate([earlier, new[..., :num_rows, :]], axis=3)
-  rows = (jnp.asarray(q[..., :num_rows, :]), *map(jnp.asarray, new_BGMK))
-  mask = jnp.asarray(mask_BTM[:, :num_rows, : num_earlier + num_rows])
-  mix = OverCache(*map(jnp.asarray, old), jnp.asarray(length_B, jnp.int32), mask)
-  out = attention_tpu.attend(*rows, mix.mask, mix.keys, mix.values, mix.length, interpret=True)
-  np.testing.assert_allclose(out, mix.attend(*rows), rtol=2e-5, atol=1e-6)
-
-
-def test_caches_of_any_size_lie_in_blocks_that_the_kernel_of_tpus_reads():
-  for wanted in range(1, 3000):
-    num_slots = kv_cache.in_blocks(wanted)
-    block = attention_tpu._block(16 * 4, num_slots)
-    assert wanted <= num_slots < wanted + 128
-    assert num_slots == block or block % 128 == 0
-
-
-def test_what_the_kernel_of_tpus_leaves():
-  def takes(*, num_slots=8, num_queries=8, num_new=8, head_dim=128, dtype=jnp.bfloat16):
-    shapes = (1, 1, 8, num_queries, head_dim), (1, 1, num_new, head_dim), (1, 1, num_slots, head_dim)
-    return attention_tpu.takes(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
-
-  assert takes()
-  assert takes(num_slots=1536)
-  assert takes(num_queries=128, dtype=jnp.float32)
-  assert takes(num_queries=128, num_new=256)
-  assert not takes(num_slots=0)
-  assert not takes(num_slots=1000)
-  assert not takes(num_queries=129, dtype=jnp.float32)
-  assert not takes(num_queries=128, num_new=257)
-  assert not takes(head_dim=64)
-  assert not takes(dtype=jnp.float16)
-
-
-@pytest.mark.parametrize('num_columns', [1, 4])
-@pytest.mark.parametrize(
-  ('shape', 'is_small'),
-  [((4, 64, 256), True), ((300, 256), True), ((8, 2048), False), ((1030, 256), False), ((255, 300), False)],
-)
-def test_a_small_matrix_times_one_column_is_its_parts(shape, is_small, num_columns):
-  rng = np.random.default_rng(0)
-  weight_OI = rng.normal(size=shape).astype(np.float32)
-  x_IR = rng.normal(size=(shape[-1], num_columns)).astype(np.float32)
-  np.testing.assert_allclose(products.applied(weight_OI, x_IR), np.matmul(weight_OI, x_IR), rtol=1e-4, atol=1e-4)
-  lowered = jax.jit(products.applied).lower(weight_OI, x_IR).as_text()
-  assert ('batching_dims' in lowered) == (is_small and num_columns == 1)
-
-
-@pytest.mark.parametrize('shape', [(5, 7), (4, 3, 7)])
-def test_a_product_in_rows_is_the_product(shape):
-  rng = np.random.default_rng(0)
-  weight_OI, x_IR = rng.normal(size=shape).astype(np.float32), rng.normal(size=(7, 6)).astype(np.float32)
-  np.testing.assert_allclose(products.in_rows(weight_OI, x_IR), np.matmul(weight_OI, x_IR), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize('size', [513, 1024, 1500])
-def test_the_likeliest_of_parts_are_the_likeliest(size):
-  rng = np.random.default_rng(size)
-  log_p_RU = np.stack([
-    rng.normal(size=size),
-    rng.integers(0, 4, size),  # equal ones: the first count
-    np.where(rng.random(size) < 0.005, 0.0, -np.inf),  # fewer than are asked for
-  ]).astype(np.float32)  # fmt: skip
-  for found, expected in zip(top_k_of_parts(log_p_RU, 10), jax.lax.top_k(log_p_RU, 10), strict=True):
-    np.testing.assert_array_equal(found, expected)
 
 
 ROUTED = TargetConfig(

@@ -13,7 +13,8 @@ from eagle_jax.config import Eagle3Config
 from eagle_jax.decode import auto
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.kernels.int8 import Quantised, product_of_bytes, product_of_floats, quantised
+from eagle_jax.kernels.int8 import Quantised, multiply_bytes, quantised
+from eagle_jax.kernels.int8 import reference as multiply
 from eagle_jax.policy import costs as cost
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.train.loop import train
@@ -44,8 +45,8 @@ def test_both_products_are_those_of_the_matrix(rows, num_columns):
   matrix = quantised(jnp.asarray(normal(*rows, 64)))
   x_IR = jnp.asarray(normal(64, num_columns, seed=1))
   exact = np.tensordot(np.asarray(matrix.value, np.float32), x_IR, axes=1)
-  np.testing.assert_allclose(product_of_floats(matrix.value, x_IR), exact, rtol=1e-4, atol=1e-3)
-  found = product_of_bytes(matrix.value, x_IR, num_parts=1)
+  np.testing.assert_allclose(multiply(matrix.value, x_IR), exact, rtol=1e-4, atol=1e-3)
+  found = multiply_bytes(matrix.value, x_IR, num_parts=1)
   assert found.shape == (*rows, num_columns)
   assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
   np.testing.assert_allclose(matrix.times(x_IR), found * matrix.scale[..., None], rtol=1e-6)
@@ -53,7 +54,7 @@ def test_both_products_are_those_of_the_matrix(rows, num_columns):
 
 def test_columns_of_zeros_and_of_nan_stay_what_they_are():
   x_IR = jnp.asarray(np.stack([np.zeros(8), np.full(8, np.nan), np.ones(8)], axis=1), jnp.float32)
-  zero, nan, one = product_of_bytes(jnp.ones((4, 8), jnp.int8), x_IR, num_parts=1).T
+  zero, nan, one = multiply_bytes(jnp.ones((4, 8), jnp.int8), x_IR, num_parts=1).T
   assert (zero == 0).all()
   assert np.isnan(nan).all()
   np.testing.assert_allclose(one, 8, rtol=1e-6)
@@ -65,8 +66,8 @@ def test_what_stands_beside_larger_numbers_counts(num_parts, error):
   weight_OI = jnp.asarray(np.concatenate([normal(16, 32), 1e-2 * normal(16, 32, seed=1)], axis=1))
   x_IR = jnp.asarray(np.concatenate([normal(32, 3, seed=2), 100 * normal(32, 3, seed=3)]))
   value_OI = quantised(weight_OI).value.at[:, 32:].set(0)  # what the embedding gives, alone
-  exact = product_of_floats(value_OI, x_IR)
-  found = product_of_bytes(value_OI, x_IR, num_parts=num_parts)
+  exact = multiply(value_OI, x_IR)
+  found = multiply_bytes(value_OI, x_IR, num_parts=num_parts)
   assert error[0] <= float(jnp.abs(found - exact).max() / jnp.abs(exact).max()) < error[1]
 
 

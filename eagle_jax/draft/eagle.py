@@ -19,7 +19,7 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow
 from eagle_jax.draft.interface import Outlook
 from eagle_jax.draft.ngram import Evidence
-from eagle_jax.kernels.matmul import float32_product
+from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.top_k import top_k
 from eagle_jax.models.layers import (
   DecoderLayer,
@@ -206,6 +206,6 @@ class Eagle:
     if 'whole_head' not in params:
       return logits_UR
     noise_R = noise(evidence.token.T).T.reshape(-1)
-    told_R = float32_product('dr,dr->r', embed(params['whole_head'], token_R), out_DR) + noise_R + weight_R
+    told_R = einsum_float32('dr,dr->r', embed(params['whole_head'], token_R), out_DR) + noise_R + weight_R
     is_new_R = (token_R != NO_TOKEN) & ~is_told_UR.any(axis=0)
     return jnp.concatenate([logits_UR, jnp.where(is_new_R, told_R, -jnp.inf)[None]])

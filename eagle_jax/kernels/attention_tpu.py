@@ -45,8 +45,6 @@ def attend(
   keys_BGSK: jax.Array,
   values_BGSK: jax.Array,
   length_B: jax.Array,
-  *,
-  interpret: Any = False,
 ) -> jax.Array:
   """[B, G, J, T, K], what T rows make of the new rows that they see, and of the committed ones.
 
@@ -56,7 +54,6 @@ def attend(
     mask_BTM: bool, who sees whom among these; each row sees one at least.
     keys_BGSK, values_BGSK: one layer of the cache, S > 0. Scratch in it must be finite.
     length_B: [B] i32, committed rows; all T rows see them.
-    interpret: see `pallas_call`; what a machine that is no TPU needs.
   """
   B, G, J, T, K = q_BGJTK.shape
   if k_BGMK.shape[2] == 1:  # Mosaic has no product of bfloat16 with a single row
@@ -93,7 +90,6 @@ def attend(
       bytes_accessed=2 * B * G * (n + M + S) * K * item_bytes + mask_BnM.nbytes,
       transcendentals=B * G * n * (M + S),
     ),
-    interpret=interpret,
     name='attend',
   )(length_B, q_BGJTK.reshape(B, G, n, K), k_BGMK, v_BGMK, mask_BnM, keys_BGSK, values_BGSK)
   return out_BGnK.reshape(q_BGJTK.shape)

@@ -8,15 +8,56 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.kernels.dispatch import dispatch
-from eagle_jax.kernels.matmul import applied
+from eagle_jax.kernels.matmul import matmul
 
 LARGEST = 127  # of int8, to both sides
+
+
+def reference(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """Return [..., R] f32, the product of bytes and columns. On the way from memory an accelerator makes them floats."""
+  return matmul(value_OI.astype(x_IR.dtype), x_IR, jnp.float32)
+
+
+def multiply_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
+  """Round the columns too: XLA:CPU multiplies bytes with bytes only, and with no single column of them.
+
+  Each part of a column has a unit of its own, and so is a column of its own, 0 elsewhere. In one unit, that of the
+  largest numbers, an embedding beside a feature would be rounded away.
+
+  The columns stand on the left, transposed, which is faster. (With floats it is the other way round.)
+  """
+  x_PRI = x_IR.astype(jnp.float32).T.reshape(x_IR.shape[1], num_parts, -1).swapaxes(0, 1)
+  unit_PR = jnp.abs(x_PRI).max(axis=2) / LARGEST
+  x_CI = jax.scipy.linalg.block_diag(*rounded(x_PRI, unit_PR[..., None]))
+  num_columns = x_CI.shape[0]
+  x_CI = jnp.pad(x_CI, ((0, max(0, 2 - num_columns)), (0, 0)))
+  value_NI = value_OI.reshape(-1, value_OI.shape[-1])
+  product_CN = jnp.einsum('ci,ni->cn', x_CI, value_NI, preferred_element_type=jnp.int32)[:num_columns]
+  product_PRN = product_CN.reshape(*unit_PR.shape, -1).astype(jnp.float32)
+  return (product_PRN * unit_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
+
+
+def rounded(x: jax.Array, unit: jax.Array) -> jax.Array:
+  """How many units, as int8; 0 where the unit is 0."""
+  return jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
+
+
+def multiply(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
+  """Return [..., R] f32, the product of bytes and columns of floats.
+
+  Args:
+    value_OI: [..., I] i8.
+    x_IR: of any float dtype.
+    num_parts: of I, equal ones, that differ in size.
+  """
+  in_bytes = functools.partial(multiply_bytes, num_parts=num_parts)
+  return dispatch(value_OI, x_IR, default=reference, cpu=in_bytes)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['value', 'scale'], meta_fields=['dtype', 'num_parts'])
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-  """A matrix whose row o is `scale[o] * value[o]`, where rows may stand in several dimensions."""
+  """A matrix whose output o is `scale[o] * value[o]`, where outputs may stand in several dimensions."""
 
   value: jax.Array  # [..., I] i8
   scale: jax.Array  # [...] f32
@@ -28,45 +69,13 @@ class Quantised:
     return self.value.shape
 
   def times(self, x_IR: jax.Array) -> jax.Array:
-    """[..., R] f32, the product with columns of `dtype`."""
-    on_cpu = functools.partial(product_of_bytes, num_parts=self.num_parts)
-    product = dispatch(self.value, x_IR, default=product_of_floats, cpu=on_cpu)
-    return product * self.scale[..., None]
+    """Return [..., R] f32, the product with columns of `dtype`."""
+    return multiply(self.value, x_IR, num_parts=self.num_parts) * self.scale[..., None]
 
 
 @functools.partial(jax.jit, static_argnames='num_parts')
 def quantised(matrix_OI: jax.Array, *, num_parts: int = 1) -> Quantised:
-  """The nearest to a matrix [..., I] of floats: in each row the largest number becomes 127."""
-  row_OI = matrix_OI.astype(jnp.float32)
-  scale_O = jnp.abs(row_OI).max(axis=-1) / LARGEST
-  return Quantised(rounded(row_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)
-
-
-def rounded(x: jax.Array, unit: jax.Array) -> jax.Array:
-  """How many units, as int8; 0 where the unit is 0."""
-  return jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
-
-
-def product_of_floats(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
-  """[..., R] f32. Accelerators make floats of bytes on their way from memory."""
-  return applied(value_OI.astype(x_IR.dtype), x_IR, jnp.float32)
-
-
-def product_of_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
-  """The same of rounded columns: XLA:CPU multiplies bytes with bytes only, and with no single column of them.
-
-  Each part of a column has units of its own, and so is a column of its own, 0 elsewhere. In one unit, that of the
-  largest numbers, an embedding beside a feature would be rounded away.
-
-  Columns stand as rows here: a matrix of 3,072 x 576 bytes times three takes 0.29 ms so on two cores, and else 0.44.
-  (With floats it is the other way round.)
-  """
-  x_PRI = x_IR.astype(jnp.float32).T.reshape(x_IR.shape[1], num_parts, -1).swapaxes(0, 1)
-  unit_PR = jnp.abs(x_PRI).max(axis=2) / LARGEST
-  row_CI = jax.scipy.linalg.block_diag(*rounded(x_PRI, unit_PR[..., None]))
-  num_rows = row_CI.shape[0]
-  row_CI = jnp.pad(row_CI, ((0, max(0, 2 - num_rows)), (0, 0)))
-  value_NI = value_OI.reshape(-1, value_OI.shape[-1])
-  product_CN = jnp.einsum('ci,ni->cn', row_CI, value_NI, preferred_element_type=jnp.int32)[:num_rows]
-  product_PRN = product_CN.reshape(*unit_PR.shape, -1).astype(jnp.float32)
-  return (product_PRN * unit_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
+  """The nearest to a matrix [..., I] of floats: of each output the largest number becomes 127."""
+  matrix32_OI = matrix_OI.astype(jnp.float32)
+  scale_O = jnp.abs(matrix32_OI).max(axis=-1) / LARGEST
+  return Quantised(rounded(matrix32_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)

@@ -1,4 +1,4 @@
-"""Products of weights, [out, in], and columns of activations, in the form that each platform is fastest in."""
+"""Products of weights, [out, in], and columns of activations."""
 
 import functools
 from typing import Any
@@ -14,59 +14,52 @@ NUM_PARTS = 4  # of a small matrix, for the cores of a CPU
 SMALL = range(2**16, 2**19)  # numbers in a matrix that is faster in parts
 
 
-def float32_product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """`einsum` of two arrays of one dtype, added up and returned in float32."""
-
-  def product(a, b):
-    return jnp.einsum(subscripts, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
-
-  def product_on_cpu(a, b):  # XLA:CPU has no product of bfloat16 that gives float32, in some shapes
-    return product(a.astype(jnp.float32), b.astype(jnp.float32))
-
-  return dispatch(a, b, default=product, cpu=product_on_cpu)
+def reference(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
+  """Return W x, [..., R]; the weight's output dimensions may be several."""
+  return jnp.tensordot(weight_OI, x_IR, axes=1, precision=precision(x_IR.dtype), preferred_element_type=dtype)
 
 
-def applied(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
-  """W x, [..., R]; the weight's output dimensions may be several.
+def multiply_parts(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
+  """Multiply `NUM_PARTS` parts of the matrix, as a batch.
 
-  XLA:CPU gives a small matrix times one column to one core, and the same as a batch of parts to several: of
-  SmolLM2-135M, an output projection takes 46 us so on two cores, and whole 78. Times more columns it is faster whole.
+  XLA:CPU gives a small matrix times one column to one core, and the parts to several. Times more columns the matrix is
+  faster whole.
+  """
+  part_POI = weight_OI.reshape(NUM_PARTS, -1, weight_OI.shape[-1])
+  x_PIR = jnp.broadcast_to(x_IR, (NUM_PARTS, *x_IR.shape))
+  y_PIR = jnp.matmul(part_POI, x_PIR, precision=precision(x_IR.dtype), preferred_element_type=dtype)
+  return y_PIR.reshape(*weight_OI.shape[:-1], -1)
 
-  XLA:GPU lays out what a product leaves as it is written, and norms and attention want each column in one place: so
-  there it is written as rows (`in_rows`). A target pass of Llama-3.1-8B's shape over 60 nodes takes 5.8 ms so on an
-  H200, and else 6.3, with four transpositions a layer.
+
+def multiply_from_left(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
+  """Multiply as (x^T W^T)^T: in memory each column of the result lies in one place, and so should those of x.
+
+  XLA:GPU lays out what a product leaves as it is written, and norms and attention want each column in one place: the
+  other way round, there are four transpositions a layer.
+  """
+
+  def in_place(x: jax.Array) -> jax.Array:
+    is_whole = jax.sharding.get_abstract_mesh().size <= 1
+    return row_major(x) if is_whole else x  # what a mesh splits, it would gather
+
+  dimensions = ((1,), (weight_OI.ndim - 1,)), ((), ())
+  how: dict[str, Any] = {'precision': precision(x_IR.dtype), 'preferred_element_type': dtype}
+  y_RO = jax.lax.dot_general(in_place(x_IR.T), weight_OI, dimensions, **how)
+  return jnp.moveaxis(in_place(y_RO), 0, -1)
+
+
+def matmul(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
+  """Return W x, [..., R].
 
   Args:
     weight_OI: [..., I].
     x_IR: of the same dtype.
     dtype: of the result; default theirs.
   """
-  how: dict[str, Any] = {'precision': precision(x_IR.dtype), 'preferred_element_type': dtype}
-
-  def whole(weight_OI, x_IR):
-    return jnp.tensordot(weight_OI, x_IR, axes=1, **how)
-
-  def in_parts(weight_OI, x_IR):
-    part_POI = weight_OI.reshape(NUM_PARTS, -1, weight_OI.shape[-1])
-    x_PIR = jnp.broadcast_to(x_IR, (NUM_PARTS, *x_IR.shape))
-    return jnp.matmul(part_POI, x_PIR, **how).reshape(*weight_OI.shape[:-1], -1)
-
   is_column, num_outputs = x_IR.shape[1] == 1, weight_OI.size // weight_OI.shape[-1]
   is_small = weight_OI.size in SMALL and num_outputs % NUM_PARTS == 0
-  return dispatch(
-    weight_OI, x_IR,
-    default=whole,
-    cpu=in_parts if is_column and is_small else None,
-    gpu=None if is_column else functools.partial(in_rows, **how),
-  )  # fmt: skip
-
-
-def in_rows(weight_OI: jax.Array, x_IR: jax.Array, **how: Any) -> jax.Array:
-  """W x, made of rows of x: in memory each column of the result lies in one place, and so should those of x."""
-
-  def in_place(x: jax.Array) -> jax.Array:
-    is_whole = jax.sharding.get_abstract_mesh().size <= 1
-    return row_major(x) if is_whole else x  # what a mesh splits, it would gather
-
-  y_RO = jax.lax.dot_general(in_place(x_IR.T), weight_OI, (((1,), (weight_OI.ndim - 1,)), ((), ())), **how)
-  return jnp.moveaxis(in_place(y_RO), 0, -1)
+  whole, parts, left = (
+    functools.partial(form, dtype=dtype) for form in (reference, multiply_parts, multiply_from_left)
+  )
+  cpu = parts if is_column and is_small else None
+  return dispatch(weight_OI, x_IR, default=whole, cpu=cpu, gpu=None if is_column else left)

@@ -4,25 +4,17 @@ Activations are columns, [D, R]: one column a row of work, R = B x T. With weigh
 rows is then `W @ x`, the one product that XLA:CPU runs at memory speed for 1 to 8 rows; accelerators are indifferent.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.device import precision
-from eagle_jax.kernels import attention_gpu, attention_tpu
+from eagle_jax.kernels.attention import Operands, attend
+from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.int8 import Quantised
-from eagle_jax.kernels.layout import row_major
-from eagle_jax.kernels.matmul import applied, float32_product
-from eagle_jax.sharding import CACHE_AXES, constrain, on_each_device
-
-HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a row does not see; finite, so that no row is all NaN
-KERNELS = {'tpu': attention_tpu, 'cuda': attention_gpu}  # of attention over the cache, by platform
-FEW_ROWS = 16
-MANY_ROWS = 1024  # whose scores may exist at a time: those of all rows would be the largest array of a long prefill
+from eagle_jax.kernels.matmul import matmul
+from eagle_jax.sharding import constrain
 
 
 class Linear(nn.Module):
@@ -35,7 +27,7 @@ class Linear(nn.Module):
   def __call__(self, x_IR: jax.Array) -> jax.Array:
     init = nn.initializers.lecun_normal(in_axis=-1, out_axis=range(len(self.outputs)))
     weight_OI = self.param('weight', init, (*self.outputs, x_IR.shape[0]), x_IR.dtype)
-    y_OR = weight_OI.times(x_IR).astype(x_IR.dtype) if isinstance(weight_OI, Quantised) else applied(weight_OI, x_IR)
+    y_OR = weight_OI.times(x_IR).astype(x_IR.dtype) if isinstance(weight_OI, Quantised) else matmul(weight_OI, x_IR)
     if self.use_bias:
       y_OR += self.param('bias', nn.initializers.zeros, self.outputs, x_IR.dtype)[..., None]
     return y_OR
@@ -67,7 +59,7 @@ def head_logits(weight_VD: jax.Array | Quantised, feature_DR: jax.Array) -> jax.
   """
   if isinstance(weight_VD, Quantised):
     return weight_VD.times(feature_DR)
-  return float32_product('vd,dr->vr', weight_VD, feature_DR)
+  return einsum_float32('vd,dr->vr', weight_VD, feature_DR)
 
 
 class RMSNorm(nn.Module):
@@ -103,28 +95,13 @@ class Rotation(NamedTuple):
     # XLA fuses cosines into their readers, and so computes them in every layer for every head: on two CPU cores a cycle
     # with 8 nodes took 37 ms instead of 33. A product it leaves apart; this one, by the identity, changes nothing.
     identity = jnp.eye(half)
-    return cls(*(float32_product('ij,jbt->ibt', identity, table) for table in (jnp.cos(angle), jnp.sin(angle))))
+    return cls(*(einsum_float32('ij,jbt->ibt', identity, table) for table in (jnp.cos(angle), jnp.sin(angle))))
 
   def turn(self, x_KR: jax.Array) -> jax.Array:
     """[..., K, R], any float dtype, with R = B x T: dimension i turns with i + K/2 (rotate-half form), in float32."""
     cos, sin = (x.reshape(*(1,) * (x_KR.ndim - 2), x.shape[0], -1) for x in self)
     low, high = jnp.split(x_KR.astype(jnp.float32), 2, axis=-2)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-2).astype(x_KR.dtype)
-
-
-def scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
-  """[B, G, J, T, S] f32: scaled dot products of queries, J of them a key-value head, with keys."""
-  if q_BGJTK.shape[3] > FEW_ROWS:
-    score_BGJTS = float32_product('bgjtk,bgsk->bgjts', q_BGJTK, keys_BGSK)
-  else:  # keys on the left: XLA:CPU reads them in place, 2 to 5 times faster
-    score_BGJTS = float32_product('bgsk,bgjtk->bgsjt', keys_BGSK, q_BGJTK).transpose(0, 1, 3, 4, 2)
-  return score_BGJTS * (q_BGJTK.shape[-1] ** -0.5)
-
-
-def mixed(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
-  """[B, G, J, T, K]: values in the proportions of the weights."""
-  weight_BGJTS = weight_BGJTS.astype(values_BGSK.dtype)
-  return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=precision(values_BGSK.dtype))
 
 
 class Mix(Protocol):
@@ -157,77 +134,8 @@ class OverCache(NamedTuple):
     k_BGMK, v_BGMK = k_BGTK, v_BGTK
     if self.earlier is not None:
       k_BGMK, v_BGMK = (jnp.concatenate(x, axis=2) for x in zip(self.earlier, (k_BGTK, v_BGTK), strict=True))
-    run = self.attend_in_blocks if q_BGJTK.shape[3] > MANY_ROWS else self.attend_here
-    return run(q_BGJTK, k_BGMK, v_BGMK), (k_BGMK, v_BGMK)
-
-  def attend_in_blocks(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
-    """`attend_here`, of `MANY_ROWS` rows at a time at most."""
-    T = q_BGJTK.shape[3]
-    num_blocks = -(-T // MANY_ROWS)
-
-    def blocks(x: jax.Array, axis: int) -> jax.Array:
-      whole = jnp.pad(x, [(0, -T % num_blocks if i == axis else 0) for i in range(x.ndim)])
-      return jnp.stack(jnp.split(whole, num_blocks, axis))
-
-    def attend_block(block):
-      q_BGJtK, mask_BtM, oldest_Bt = block
-      return self._replace(mask=mask_BtM, oldest=oldest_Bt).attend_here(q_BGJtK, k_BGMK, v_BGMK)
-
-    oldest = None if self.oldest is None else blocks(self.oldest, 1)
-    out_nBGJtK = jax.lax.map(attend_block, (blocks(q_BGJTK, 3), blocks(self.mask, 1), oldest))
-    return jnp.concatenate([*out_nBGJtK], axis=3)[..., :T, :]
-
-  def attend_here(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
-    """`attend`, in the form that the platform is fastest in."""
-    ways = {'default': self.attend}
-    if q_BGJTK.shape[3] > 1:
-      ways |= {'cuda': self.attend_on_gpu, 'rocm': self.attend_on_gpu}
-    for platform, kernel in KERNELS.items():
-      if self.oldest is None and kernel.takes(q_BGJTK, k_BGMK, self.keys):
-        ways[platform] = functools.partial(self.attend_in_kernel, kernel.attend)
-    return jax.lax.platform_dependent(q_BGJTK, k_BGMK, v_BGMK, **ways)
-
-  def attend(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
-    """[B, G, J, T, K], what the rows make of the committed ones, and of the new ones that the mask shows them."""
-    score_BGJTS = jnp.where(self.visible()[:, None, None], scores(q_BGJTK, self.keys), HIDDEN)
-    score_BGJTM = jnp.where(self.mask[:, None, None], scores(q_BGJTK, k_BGMK), HIDDEN)
-    # One softmax over both, in two arrays. Then a TPU's product that makes scores finds their maxima too, and the one
-    # with the values makes the weights; joined, they are written twice more and read three times more.
-    best_BGJT1 = jnp.maximum(*(x.max(-1, keepdims=True, initial=HIDDEN) for x in (score_BGJTS, score_BGJTM)))
-    weight_BGJTS, weight_BGJTM = jnp.exp(score_BGJTS - best_BGJT1), jnp.exp(score_BGJTM - best_BGJT1)
-    total_BGJT1 = weight_BGJTS.sum(-1, keepdims=True) + weight_BGJTM.sum(-1, keepdims=True)
-    return mixed(weight_BGJTS / total_BGJT1, self.values) + mixed(weight_BGJTM / total_BGJT1, v_BGMK)
-
-  def visible(self) -> jax.Array:
-    """[B, 1, S] bool, the slots that all T rows see; [B, T, S] if they see different ones."""
-    slot_S = jnp.arange(self.keys.shape[2]).reshape(1, 1, -1)
-    visible_BTS = slot_S < self.length[:, None, None]
-    return visible_BTS if self.oldest is None else visible_BTS & (slot_S >= self.oldest[..., None])
-
-  def attend_on_gpu(self, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
-    """The same with new rows behind the slots: two products, and between them one kernel for the softmax.
-
-    Of two arrays of scores XLA:GPU joins the keys all the same, for they meet the same queries, and transposes them;
-    then a dozen kernels read and write scores.
-    """
-    B, _, _, T, K = q_BGJTK.shape
-    filler = -(self.keys.shape[2] + k_BGMK.shape[2]) % 64  # a product of odd sizes is padded in a kernel of its own
-
-    def behind(slots_BGSK, new_BGMK):
-      both = slots_BGSK, jnp.pad(new_BGMK, ((0, 0), (0, 0), (0, filler), (0, 0)))
-      return on_each_device(row_major, [jnp.concatenate(both, axis=2)], [CACHE_AXES])
-
-    slots_BTS = jnp.broadcast_to(self.visible(), (B, T, self.keys.shape[2]))
-    mask_BTN = jnp.concatenate([slots_BTS, jnp.pad(self.mask, ((0, 0), (0, 0), (0, filler)))], axis=2)
-    score_BGJTN = float32_product('bgjtk,bgnk->bgjtn', q_BGJTK, behind(self.keys, k_BGMK)) * K**-0.5
-    weight_BGJTN = jax.nn.softmax(jnp.where(mask_BTN[:, None, None], score_BGJTN, HIDDEN))
-    return mixed(weight_BGJTN, behind(self.values, v_BGMK))
-
-  def attend_in_kernel(self, attend: Callable, q_BGJTK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array) -> jax.Array:
-    """The same in a kernel, on each device for its own heads and batch rows."""
-    arrays = q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length
-    axes = (*CACHE_AXES, None), CACHE_AXES, CACHE_AXES, ('batch', None, None), CACHE_AXES, CACHE_AXES, ('batch',)
-    return on_each_device(attend, arrays, axes)
+    given = Operands(q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length, self.oldest)
+    return attend(given), (k_BGMK, v_BGMK)
 
 
 class Attention(nn.Module):

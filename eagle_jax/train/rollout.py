@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.models.layers import HIDDEN, Mix, mixed, scores
+from eagle_jax.kernels.attention import HIDDEN, mixed, scores
+from eagle_jax.models.layers import Mix
 from eagle_jax.train.data import Packed
 
 

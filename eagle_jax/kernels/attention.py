@@ -1,0 +1,147 @@
+"""Attention of a pass to the committed entries of the cache, and to new entries beside it."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.device import precision
+from eagle_jax.kernels import attention_gpu, attention_tpu
+from eagle_jax.kernels.dispatch import dispatch
+from eagle_jax.kernels.einsum import einsum_float32
+from eagle_jax.kernels.layout import row_major
+from eagle_jax.sharding import CACHE_AXES, on_each_device
+
+HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a query does not see; finite, so that none is all NaN
+FEW_QUERIES = 16
+MAX_QUERIES = 1024  # whose scores may exist at a time: those of all would be the largest array of a long prefill
+
+
+class Operands(NamedTuple):
+  """What every form of attention takes. Queries, keys and values have one dtype."""
+
+  queries: jax.Array  # [B, G, J, T, K], J of them a key-value head
+  new_keys: jax.Array  # [B, G, M, K], of earlier passes that were not committed, then of the T queries' own pass
+  new_values: jax.Array  # [B, G, M, K]
+  mask: jax.Array  # [B, T, M] bool, which new entries each query sees; each sees one at least
+  keys: jax.Array  # [B, G, S, K], one layer of the cache, read only; what it holds past `length` must be finite
+  values: jax.Array  # [B, G, S, K]
+  length: jax.Array  # [B] i32, committed entries: all queries see them, or those from `oldest` on
+  oldest: jax.Array | None = None  # [B, T] i32, the first slot that each query sees; None for slot 0
+
+
+def reference(given: Operands) -> jax.Array:
+  """Return [B, G, J, T, K]: softmax(q k / sqrt(K)) v over the slots and new entries that each query sees."""
+  keys_BGNK = jnp.concatenate([given.keys, given.new_keys], axis=2)
+  values_BGNK = jnp.concatenate([given.values, given.new_values], axis=2)
+  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, joined_mask(given))
+
+
+def attend_by_mask(q_BGJTK: jax.Array, keys_BGNK: jax.Array, values_BGNK: jax.Array, mask_BTN: jax.Array) -> jax.Array:
+  """Attend to those of N entries that the mask shows each query. The softmax is in float32."""
+  score_BGJTN = einsum_float32('bgjtk,bgnk->bgjtn', q_BGJTK, keys_BGNK) * (q_BGJTK.shape[-1] ** -0.5)
+  return mixed(jax.nn.softmax(jnp.where(mask_BTN[:, None, None], score_BGJTN, HIDDEN)), values_BGNK)
+
+
+def joined_mask(given: Operands) -> jax.Array:
+  """Return [B, T, S + M] bool, which slots and which new entries each query sees."""
+  slots_BTS = jnp.broadcast_to(visible_slots(given), (*given.mask.shape[:2], given.keys.shape[2]))
+  return jnp.concatenate([slots_BTS, given.mask], axis=2)
+
+
+def visible_slots(given: Operands) -> jax.Array:
+  """Return [B, T, S] bool, the slots that each query sees; [B, 1, S] where all see the same."""
+  slot_S = jnp.arange(given.keys.shape[2]).reshape(1, 1, -1)
+  visible_BTS = slot_S < given.length[:, None, None]
+  return visible_BTS if given.oldest is None else visible_BTS & (slot_S >= given.oldest[..., None])
+
+
+def scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
+  """Return [B, G, J, T, S] f32, scaled dot products of queries, J of them a key-value head, with keys."""
+  if q_BGJTK.shape[3] > FEW_QUERIES:
+    score_BGJTS = einsum_float32('bgjtk,bgsk->bgjts', q_BGJTK, keys_BGSK)
+  else:  # keys on the left: XLA:CPU reads them in place, 2 to 5 times faster
+    score_BGJTS = einsum_float32('bgsk,bgjtk->bgsjt', keys_BGSK, q_BGJTK).transpose(0, 1, 3, 4, 2)
+  return score_BGJTS * (q_BGJTK.shape[-1] ** -0.5)
+
+
+def mixed(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
+  """Return [B, G, J, T, K], values in the proportions of the weights."""
+  weight_BGJTS = weight_BGJTS.astype(values_BGSK.dtype)
+  return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=precision(values_BGSK.dtype))
+
+
+def attend_apart(given: Operands) -> jax.Array:
+  """Attend with the scores of slots and of new entries in two arrays: no slot is copied to stand beside a new entry.
+
+  One softmax goes over both. Then a TPU's product that makes scores finds their maxima too, and the one with the values
+  makes the weights; joined, scores are written twice more and read three times more.
+  """
+  score_BGJTS = jnp.where(visible_slots(given)[:, None, None], scores(given.queries, given.keys), HIDDEN)
+  score_BGJTM = jnp.where(given.mask[:, None, None], scores(given.queries, given.new_keys), HIDDEN)
+  best_BGJT1 = jnp.maximum(*(x.max(-1, keepdims=True, initial=HIDDEN) for x in (score_BGJTS, score_BGJTM)))
+  weight_BGJTS, weight_BGJTM = jnp.exp(score_BGJTS - best_BGJT1), jnp.exp(score_BGJTM - best_BGJT1)
+  total_BGJT1 = weight_BGJTS.sum(-1, keepdims=True) + weight_BGJTM.sum(-1, keepdims=True)
+  return mixed(weight_BGJTS / total_BGJT1, given.values) + mixed(weight_BGJTM / total_BGJT1, given.new_values)
+
+
+def attend_joined(given: Operands) -> jax.Array:
+  """Attend with new entries behind the slots, in whole tiles: two products, and one kernel for the softmax of both.
+
+  Of two arrays of scores XLA:GPU joins the keys all the same, for they meet the same queries, and transposes them; then
+  a dozen kernels read and write scores. A product of odd sizes it pads in a kernel of its own.
+  """
+  free = (0, 0), (0, 0), (0, -(given.keys.shape[2] + given.new_keys.shape[2]) % 64)
+
+  def join(slots_BGSK: jax.Array, new_BGMK: jax.Array) -> jax.Array:
+    both = slots_BGSK, jnp.pad(new_BGMK, (*free, (0, 0)))
+    return on_each_device(row_major, [jnp.concatenate(both, axis=2)], [CACHE_AXES])
+
+  keys_BGNK, values_BGNK = join(given.keys, given.new_keys), join(given.values, given.new_values)
+  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, jnp.pad(joined_mask(given), free))
+
+
+def attend_in_kernel(given: Operands, *, kernel: ModuleType) -> jax.Array:
+  """Attend in a kernel that was written for the device: on each of a mesh, to its own heads and sequences."""
+  axes = (*CACHE_AXES, None), CACHE_AXES, CACHE_AXES, ('batch', None, None), CACHE_AXES, CACHE_AXES, ('batch',)
+  return on_each_device(kernel.attend, given[:-1], axes)
+
+
+def attend_in_blocks(given: Operands) -> jax.Array:
+  """Attend with `MAX_QUERIES` queries at a time at most."""
+  T = given.queries.shape[3]
+  num_blocks = -(-T // MAX_QUERIES)
+
+  def split(x: jax.Array, axis: int) -> jax.Array:
+    whole = jnp.pad(x, [(0, -T % num_blocks if i == axis else 0) for i in range(x.ndim)])
+    return jnp.stack(jnp.split(whole, num_blocks, axis))
+
+  def attend_block(block: tuple) -> jax.Array:
+    q_BGJtK, mask_BtM, oldest_Bt = block
+    return attend(given._replace(queries=q_BGJtK, mask=mask_BtM, oldest=oldest_Bt))
+
+  oldest_nBt = None if given.oldest is None else split(given.oldest, 1)
+  out_nBGJtK = jax.lax.map(attend_block, (split(given.queries, 3), split(given.mask, 1), oldest_nBt))
+  return jnp.concatenate([*out_nBGJtK], axis=3)[..., :T, :]
+
+
+def attend(given: Operands) -> jax.Array:
+  """Return [B, G, J, T, K], what the queries make of the entries that they see, in the device's fastest form."""
+  num_queries = given.queries.shape[3]
+  if num_queries > MAX_QUERIES:
+    return attend_in_blocks(given)
+
+  def written_for(kernel: ModuleType) -> Callable | None:
+    is_taken = given.oldest is None and kernel.takes(given.queries, given.new_keys, given.keys)
+    return functools.partial(attend_in_kernel, kernel=kernel) if is_taken else None
+
+  return dispatch(
+    given,
+    default=attend_apart,
+    gpu=attend_joined if num_queries > 1 else None,
+    cuda=written_for(attention_gpu),
+    tpu=written_for(attention_tpu),
+  )
