@@ -47,6 +47,11 @@ def broadcast_from_main(value: bool) -> bool:
   return bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
 
 
+def true_everywhere(value: bool) -> bool:
+  """Return whether the value is true in every process."""
+  return bool(np.all(multihost_utils.process_allgather(np.bool_(value))))
+
+
 def on_main(run: Callable[..., Any], *args: Any, **how: Any) -> None:
   """Call a function in the main process alone; the others wait until it returns, so they see what it wrote."""
   if is_main_process():

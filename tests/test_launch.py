@@ -123,13 +123,36 @@ def configuration(path, target='smollm2-135m-instruct', more=''):
     ('Objective(step_decay=float("nan"))', None, "{'step_decay': nan} came; at least {'step_decay': 0}"),
     ('Objective(regression=0, cross_entropy=0)', None, 'Objective: all weights are 0'),
     ('VARIANTS = {"x": {"RECIPES": RECIPE}}', 'x', "variant 'x' has .'RECIPES'.; TARGET, .* may be in one"),
+    ('RECIPE = Recipes(num_steps=1)', None, "NameError: name 'Recipes'"),
+    ('1 / 0', None, 'ZeroDivisionError'),
+    ('RECIPE.steps', None, "AttributeError.*'steps'"),
+    ('DATA = {"../../x": Data(1)}', None, "'../../x'"),
+    ('DATA = {"/x": Data(1)}', None, "'/x'"),
+    ('DATA = {"..": Data(1)}', None, "'..'"),
+    ('DATA = {3: Data(1)}', None, 'the name 3;'),
+    ('DATA = {"x": 3}', None, "'x': 3"),
+    ('NUM_TRACED = "x"', None, 'NUM_TRACED is a str'),
+    ('VARIANTS = {"../x": {}}', '../x', "'../x'"),
+    ('VARIANTS = 3', 'x', 'VARIANTS is 3'),
+    ('VARIANTS = {"x": 3}', 'x', "{'x': 3}"),
     ('VARIANTS = {"x": {}}', 'y', "Unknown variant 'y'; the configuration has .'x'."),
   ],
 )
 def test_a_configuration_says_what_is_wrong_with_it(tmp_path, more, variant, message):
   path = configuration(tmp_path / 'own.py', more=more)
-  with pytest.raises(ValueError, match=f'own.py: .*{message}'):
+  with pytest.raises(ValueError, match=f'own.py(, line [0-9]+)?: .*{message}'):
     read_configuration(path, variant)
+
+
+def test_an_error_of_a_configuration_is_one_line_that_names_its_line(tmp_path):
+  path = configuration(tmp_path / 'own.py', more='RECIPE = Recipes(num_steps=1)')
+  done = launch('train', f'--config={path}', f'--out={tmp_path / "run"}')
+  assert done.returncode == 2
+  *_, line = done.stderr.splitlines()
+  assert line.startswith('error: ')
+  assert f'{path}, line 9' in line
+  assert 'Traceback' not in done.stderr
+  assert [*tmp_path.iterdir()] == [tmp_path / 'own.py']
 
 
 def test_a_variant_is_the_configuration_but_for_its_changes(tmp_path):

@@ -3,7 +3,10 @@
 import csv
 import dataclasses
 import functools
+import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Chain
 from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
-from eagle_jax.train.checkpoint import metrics_log
+from eagle_jax.train.checkpoint import metrics_log, run_lock
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.loop import begin, evaluate_all, frozen_inputs, train, with_features
@@ -365,6 +368,14 @@ def test_flops_by_hand():
   assert step_flops(DRAFTER, recipe, num_ids=31, reader=mixture) == stored + computed
 
 
+@pytest.fixture(scope='module')
+def finished_run(target, tmp_path_factory):
+  """What runs or resumes a training in a folder, the folder of a run that has ended, and its metrics."""
+  examples, folder = answered(12, 24, 1.0), tmp_path_factory.mktemp('finished') / 'run'
+  run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], RECIPE, report_every=2)
+  return run, folder, run(folder)
+
+
 class Killed(Exception):
   pass
 
@@ -397,6 +408,116 @@ def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
   assert run(tmp_path / 'whole') == expected  # nothing left to do
 
 
+def newest(folder: Path, pattern: str) -> Path:
+  """The largest file of the last checkpoint that matches."""
+  return max((folder / 'checkpoints' / '6').glob(pattern), key=lambda path: path.stat().st_size)
+
+
+def cut(path: Path) -> None:
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DATA_FILE = 'default/ocdbt.process_*/d/*'
+
+
+@pytest.mark.parametrize(
+  ('pattern', 'harm'),
+  [
+    ('default/_METADATA', lambda path: path.write_bytes(b'')),
+    ('default/_METADATA', Path.unlink),
+    ('default/manifest.ocdbt', cut),
+    (DATA_FILE, cut),
+    (DATA_FILE, Path.unlink),
+    ('metrics/metrics', cut),
+  ],
+)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(finished_run, tmp_path, caplog, pattern, harm):
+  run, whole, expected = finished_run
+  folder = tmp_path / 'harmed'
+  shutil.copytree(whole, folder)
+  harm(newest(folder, pattern))
+  assert run(folder) == expected
+  assert str(folder / 'checkpoints' / '6') in caplog.text
+  assert [path.name for path in (folder / 'damaged').iterdir()] == ['6_0']
+  for name in ('held_out.csv', 'drafter/model.safetensors'):
+    assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize('pattern', ['default/_METADATA', 'metrics/metrics'])
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(finished_run, tmp_path, pattern):
+  run, whole, _ = finished_run
+  folder = tmp_path / 'harmed'
+  shutil.copytree(whole, folder)
+  for path in (folder / 'checkpoints').glob(f'*/{pattern}'):
+    cut(path)
+  with pytest.raises(ValueError, match=str(folder / 'checkpoints')):
+    run(folder)
+  assert not (folder / 'damaged').exists()
+
+
+def test_a_damaged_best_checkpoint_leaves_the_drafter_as_it_was(finished_run, tmp_path):
+  run, whole, _ = finished_run
+  folder = tmp_path / 'harmed'
+  shutil.copytree(whole, folder)
+  (folder / 'drafter' / 'model.safetensors').write_bytes(b'as it was')
+  best = folder / 'checkpoints' / '4'
+  metrics = json.loads((best / 'metrics' / 'metrics').read_text())
+  (best / 'metrics' / 'metrics').write_text(json.dumps({**metrics, 'chain_tau': 99.0}))
+  for path in best.glob(DATA_FILE):
+    path.unlink()
+  assert run(folder)['chain_tau'] == 99
+  assert (folder / 'drafter' / 'model.safetensors').read_bytes() == b'as it was'
+
+
+@pytest.mark.parametrize('content', [b'', b'{"a": ', b'null'])
+def test_a_damaged_file_of_settings_is_named(finished_run, tmp_path, content):
+  run, whole, _ = finished_run
+  shutil.copytree(whole, tmp_path / 'harmed')
+  (tmp_path / 'harmed' / 'settings.json').write_bytes(content)
+  with pytest.raises(ValueError, match='harmed/settings.json'):
+    run(tmp_path / 'harmed')
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(finished_run, tmp_path, monkeypatch):
+  run, *_ = finished_run
+
+  def fail(*_, **__):
+    raise Exception('no space left')  # as bare as TensorStore's own
+
+  monkeypatch.setattr('orbax.checkpoint.CheckpointManager.save', fail)
+  with pytest.raises(OSError, match=f'{tmp_path}.*no space left'):
+    run(tmp_path)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from eagle_jax.train.checkpoint import run_lock
+with run_lock(Path(sys.argv[1])):
+  print('held', flush=True)
+  sys.stdin.read()
+"""
+
+
+def test_a_folder_is_for_one_run_at_a_time(finished_run, tmp_path):
+  run, whole, expected = finished_run
+  folder = tmp_path / 'run'
+  shutil.copytree(whole, folder)
+  environment = os.environ | {'PYTHONPATH': str(Path(__file__).parents[1]), 'JAX_PLATFORMS': 'cpu'}
+  pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True, 'env': environment}
+  with subprocess.Popen([sys.executable, '-c', HOLDER, str(folder)], **pipes) as holder:
+    assert holder.stdout.readline() == 'held\n'
+    with pytest.raises(ValueError, match=f'{folder} is in use by process {holder.pid} on '):
+      run(folder)
+    holder.kill()
+  assert run(folder) == expected  # the lock of a process that died is free
+
+
+def test_a_process_may_hold_its_folder_twice(tmp_path):
+  with run_lock(tmp_path), run_lock(tmp_path):
+    assert str(os.getpid()) in (tmp_path / '.lock').read_text()
+
+
 def test_a_run_that_diverges_ends_and_leaves_what_was_good(target, tmp_path):
   examples = answered(12, 24, 1.0)
   run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], folder=tmp_path, report_every=1)
@@ -424,10 +545,8 @@ def test_texts_without_a_lesson_are_refused_and_what_is_cut_is_counted(target, t
 
 def test_a_log_of_metrics_may_gain_names(tmp_path):
   for first_step, metrics in ((1, {'a': 1}), (2, {'a': 2, 'b': 3}), (3, {'a': 4})):
-    with metrics_log(tmp_path / 'log.csv', first_step=first_step) as log:
-      log(first_step, metrics)
-  with metrics_log(tmp_path / 'log.csv', first_step=3) as log:  # the third was lost
-    log(3, {'b': 5})
+    metrics_log(tmp_path / 'log.csv', first_step=first_step)(first_step, metrics)
+  metrics_log(tmp_path / 'log.csv', first_step=3)(3, {'b': 5})  # the third was lost
   rows = (tmp_path / 'log.csv').read_text().splitlines()
   assert rows == ['step,a,b', '1,1,', '2,2,3', '3,,5']
 
@@ -477,6 +596,7 @@ def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
     ({'DRAFTER': dataclasses.replace(DRAFTER, width=24)}, 'for another target .*: width 24 instead of 16'),
     ({'DATA': {'a': Data(1), 'b': Data(1, stores_features=False)}}, "stores_features is {'a': True, 'b': False}; one"),
     ({'DATA': {}}, 'one kind of data at least'),
+    ({'DATA': {'../../x': Data(1)}}, "'../../x'"),
   ],
 )
 def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path, monkeypatch, changes, message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -347,3 +348,14 @@ def test_safetensors_damage_gives_one_clear_error(tmp_path):
       dict(read_safetensors(path))
   with pytest.raises(ValueError, match='No safetensors file'):
     dict(read_safetensors(tmp_path / 'absent.safetensors'))
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+  path, limits = tmp_path / 'big.safetensors', resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+  try:
+    with pytest.raises(OSError, match=str(path)):
+      write_safetensors(path, {'x': np.zeros(4096, np.float32)})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert [*tmp_path.iterdir()] == []

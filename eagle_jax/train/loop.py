@@ -35,7 +35,7 @@ from eagle_jax.sharding import (
   using,
 )
 from eagle_jax.train.answers import features
-from eagle_jax.train.checkpoint import Checkpoints, metrics_log, settle_settings
+from eagle_jax.train.checkpoint import Checkpoints, metrics_log, run_lock, settle_settings
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.shards import Example
@@ -81,8 +81,9 @@ def train(
     Held-out metrics of the best step: those of `evaluate_all`, and `tree_tau` if anything is traced.
 
   Raises:
-    ValueError: the folder holds a run of another drafter, recipe or origin, the weights to begin with are quantised,
-      there is nothing to learn from or to hold out, the mesh does not divide the recipe's rows, or training diverged.
+    ValueError: the folder is in use by another process, holds a run of another drafter, recipe or origin, or no whole
+      checkpoint; the weights to begin with are quantised; there is nothing to learn from or to hold out; the mesh does
+      not divide the recipe's rows; or training diverged.
   """
   if initial is not None:
     initial.require_exact()
@@ -93,7 +94,7 @@ def train(
   frozen, vocabulary = frozen_inputs(target, config, examples)
   reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype)
   static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': reader}
-  with using(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
+  with run_lock(folder), using(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
     params = initial_params(Eagle(config), frozen.embed, examples, recipe.seed) if initial is None else initial.params
     state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
     path = folder / 'settings.json'
@@ -115,11 +116,9 @@ def train(
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
     meter = Meter(recipe, flops / num_devices(mesh), first=first, progress=progress)
-    with (
-      metrics_log(folder / 'train.csv', first_step=first + 1) as log_train,
-      metrics_log(folder / 'held_out.csv', first_step=first + 1) as log_held_out,
-      meter,
-    ):
+    log_train = metrics_log(folder / 'train.csv', first_step=first + 1)
+    log_held_out = metrics_log(folder / 'held_out.csv', first_step=first + 1)
+    with meter:
       for step in range(first + 1, recipe.num_steps + 1):
         packed = next(stream)
         state, train_metrics = train_step(state, frozen, place(packed, mesh), **static)
@@ -137,7 +136,8 @@ def train(
         if checkpoints.save(state, metrics):
           outcome.save(state, metrics)
     best, metrics = checkpoints.restore_best(state)
-    outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
+    if best is not None:  # else the drafter stays as it was exported with the checkpoint
+      outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
 
 

@@ -25,11 +25,12 @@ from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.processes import is_main_process, on_main
 from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, using
-from eagle_jax.train.checkpoint import settle_settings
+from eagle_jax.train.checkpoint import run_lock, settle_settings
+from eagle_jax.train.configuration import require_data
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
-from eagle_jax.train.shards import Data, Example, make_conversations, make_shards, read_shard
+from eagle_jax.train.shards import Example, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
 
 log = logging.getLogger('eagle_jax')
@@ -66,37 +67,33 @@ def run(
     Held-out metrics of the best step; see `loop.train`.
 
   Raises:
-    ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, too few conversations, a folder with
-      another run in it, or an `initial` that is not what DRAFTER describes.
+    ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, a name in DATA that is not a plain
+      folder name, too few conversations, a folder with another run in it or in use by one, or an `initial` that is not
+      what DRAFTER describes.
   """
-  _require_one_place_of_features(config['DATA'])
+  require_data(config['DATA'])
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
-  target = load_target(config['TARGET'], dtype=config['RECIPE'].dtype, mesh=mesh)
-  require_match(config['DRAFTER'], target.config)
-  first = _first_weights(initial, target, config['DRAFTER']) if initial else None
-  data = _gather(target, config, shards, prompts, prompts_hash)
-  origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
-  log.warning('Conversations refused or ended early, by reason: %s', json.dumps(data.not_used))
-  return train(
-    target,
-    config['DRAFTER'],
-    data.examples,
-    data.held_out,
-    config['RECIPE'],
-    out,
-    initial=first,
-    origin=origin,
-    provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data, mesh)},
-    report_every=report_every,
-    num_traced=config.get('NUM_TRACED', 16),
-    progress=True,
-  )
-
-
-def _require_one_place_of_features(data: Mapping[str, Data]) -> None:
-  stored = {name: kind.stores_features for name, kind in data.items()}
-  if len({*stored.values()}) != 1:
-    raise ValueError(f'DATA: stores_features is {stored}; one kind of data at least, and one value for all, is needed.')
+  with run_lock(out):
+    target = load_target(config['TARGET'], dtype=config['RECIPE'].dtype, mesh=mesh)
+    require_match(config['DRAFTER'], target.config)
+    first = _first_weights(initial, target, config['DRAFTER']) if initial else None
+    data = _gather(target, config, shards, prompts, prompts_hash)
+    origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
+    log.warning('Conversations left out or ended early, by reason: %s', json.dumps(data.not_used))
+    return train(
+      target,
+      config['DRAFTER'],
+      data.examples,
+      data.held_out,
+      config['RECIPE'],
+      out,
+      initial=first,
+      origin=origin,
+      provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data, mesh)},
+      report_every=report_every,
+      num_traced=config.get('NUM_TRACED', 16),
+      progress=True,
+    )
 
 
 def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:

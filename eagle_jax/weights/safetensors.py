@@ -47,8 +47,14 @@ def write_safetensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> No
   Args:
     path: where the file goes; missing folders are made.
     tensors: name -> array, of any float dtype, bfloat16 included.
+
+  Raises:
+    OSError: the file cannot be written, as on a full disk.
   """
   # The library stores raw memory: a transposed view would be written in the wrong order, without an error.
   ordered = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-  with replacing(Path(path)) as temporary:
-    save_file(ordered, temporary)
+  try:
+    with replacing(Path(path)) as temporary:
+      save_file(ordered, temporary)
+  except SafetensorError as error:  # its own type, for what the system refuses too
+    raise OSError(f'{path} could not be written: {error}. Free some space, or write elsewhere.') from error
