@@ -22,6 +22,15 @@ def _require_heads(config) -> None:
     raise ValueError(f'{type(config).__name__}: head_dim {config.head_dim} must be even: RoPE turns pairs.')
 
 
+def _require_slowdown(config) -> None:
+  slowdown, num_pairs = config.rope_slowdown, config.head_dim // 2
+  if slowdown and (len(slowdown) != num_pairs or not min(slowdown) > 0):
+    raise ValueError(
+      f'{type(config).__name__}: rope_slowdown needs one positive number for each of the {num_pairs} pairs of a head; '
+      f'{len(slowdown)} came, the smallest {min(slowdown)}.'
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
   """A decoder-only transformer of the Llama kind: RMSNorm, RoPE, grouped-query attention, SwiGLU.
@@ -57,11 +66,7 @@ class TargetConfig:
     _require_heads(self)
     if self.window is not None:
       _require_positive(self, 'window')
-    if self.rope_slowdown and (len(self.rope_slowdown) != self.head_dim // 2 or not min(self.rope_slowdown) > 0):
-      raise ValueError(
-        f'TargetConfig: rope_slowdown needs one positive number for each of the {self.head_dim // 2} pairs of a head; '
-        f'{len(self.rope_slowdown)} came, the smallest {min(self.rope_slowdown)}.'
-      )
+    _require_slowdown(self)
     if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
       raise ValueError(
         f'TargetConfig: experts_per_token is {self.experts_per_token}; 1 .. num_experts, {self.num_experts}, is needed.'
@@ -72,6 +77,9 @@ class TargetConfig:
 class _HeadSizes:
   """What every drafter's one layer has."""
 
+  # Fields that folders written before there were these lack: they mean their defaults there.
+  MAY_LACK: ClassVar[frozenset[str]] = frozenset({'rope_slowdown', 'own_embedding', 'fc_norm', 'norm_output'})
+
   vocab_size: int  # the target's
   width: int
   num_heads: int
@@ -81,8 +89,12 @@ class _HeadSizes:
   norm_eps: float = dataclasses.field(default=1e-6, kw_only=True)
   rope_theta: float = dataclasses.field(default=10_000.0, kw_only=True)
   draft_vocab_size: int | None = dataclasses.field(default=None, kw_only=True)  # U of the target's ids; None: all
+  rope_slowdown: tuple[float, ...] = dataclasses.field(default=(), kw_only=True)  # see `TargetConfig`
+  own_embedding: bool = dataclasses.field(default=False, kw_only=True)  # not the target's
 
   def _require_sizes(self) -> None:
+    object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
+    _require_slowdown(self)
     _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
     _require_positive(self, 'norm_eps', 'rope_theta', kind=numbers.Real)
     _require_heads(self)
@@ -111,7 +123,6 @@ class DrafterConfig(_HeadSizes):
 
   # What a target's layer may have, and this one never has.
   qk_norm: ClassVar[bool] = False
-  rope_slowdown: ClassVar[tuple[float, ...]] = ()
   num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
@@ -136,11 +147,9 @@ class Eagle3Config(_HeadSizes):
 
   target_width: int
   taps: tuple[int, ...] | None = None  # 0-based layers of the target whose inputs it reads; None: 2, n // 2, n - 3 of n
-  rope_slowdown: tuple[float, ...] = ()  # see `TargetConfig`
-  own_embedding: bool = False
   norm_before_residual: bool = False  # the residual stream starts from the normed feature
-  norm_taps: bool = False  # EAGLE 3.1: a norm of each tap before fc
-  norm_feedback: bool = False  # EAGLE 3.1: the normed output is the next step's feature
+  fc_norm: bool = False  # EAGLE-3.1: a norm of each tap before fc
+  norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
   name: str = 'drafter'
 
   # What a target's layer may have, and this one never has.
@@ -149,7 +158,6 @@ class Eagle3Config(_HeadSizes):
   num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
-    object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
     self._require_sizes()
     _require_positive(self, 'target_width')
     if self.taps is not None:

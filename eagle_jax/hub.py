@@ -1,6 +1,7 @@
 """Names, files and folders -> Target and Drafter, and a Drafter -> a folder."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.config import TargetConfig, require_match
@@ -17,7 +19,7 @@ from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.files import replacing
 from eagle_jax.models.transformer import Target
-from eagle_jax.sharding import mesh_of
+from eagle_jax.sharding import mesh_of, placed
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, naming
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
@@ -95,6 +97,12 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
   config = folder.hf_target_config(path, folder.read_config(path))
   tokenizer = Tokenizer.from_folder(path, config.eos_ids)
   params = assemble(folder.read_tensors(path), naming.hf_table(config), dtype, mesh=mesh, source=str(path))
+  if config.tied_head and 'head' in params:
+    if (params['head']['weight'] == params['embed']['weight']).all():
+      del params['head']
+    else:  # as transformers does
+      log.warning('%s: config.json ties the head to the embedding, but lm_head.weight is another: it is used', path)
+      config = dataclasses.replace(config, tied_head=False)
   return Target(config, params, tokenizer)
 
 
@@ -116,20 +124,32 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   """
   require_pair(target, None)
   path = _drafter_folder(name_or_path)
-  config = kinds.read_drafter_config(path, folder.read_config(path))
+  content = folder.read_config(path)
+  config = kinds.read_drafter_config(path, content, target.config)
   require_match(config, target.config)
   targets = target.dtype
   asked = targets if dtype is None else parameter_dtype(dtype, 'int8')
   table, mesh = kinds.tensor_table(config), mesh_of(target.params)
   floats = targets if asked == jnp.int8 else asked
-  params = assemble(heads.read_head_tensors(path), table, floats, mesh=mesh, source=str(path))
-  if 'ids' in params and not 0 <= params['ids'].min() <= params['ids'].max() < target.config.vocab_size:
-    raise ValueError(f'{path}: d2t leads outside the target vocabulary of {target.config.vocab_size} ids.')
+  is_embedding = functools.partial(_is_same, target.params['embed']['weight'], path=('embed', 'weight'), mesh=mesh)
+  tensors = kinds.kind_of(config).read_tensors(path, config, is_embedding, is_own='kind' in content)
+  params = assemble(tensors, table, floats, mesh=mesh, source=str(path))
+  if 'embed' in params and not config.own_embedding:
+    log.info("%s: has an embedding of its own, other than the target's", config.name)
+    config = dataclasses.replace(config, own_embedding=True)
   taps = config.tapped_layers(target.config.num_layers)
   over = f', over the inputs of layers {taps}' if taps else ''
   log.info('%s: a drafter of kind %s%s', config.name, kinds.kind_of(config).title, over)
   drafter = Drafter(config, params)
   return drafter.quantised() if asked == jnp.int8 else drafter
+
+
+def _is_same(ours: jax.Array, array: np.ndarray, *, path: tuple[str, ...], mesh: Mesh | None) -> bool:
+  """Whether a file's array holds our numbers; one of them may be rounded to the dtype of the other."""
+  if array.shape != ours.shape or not jnp.issubdtype(array.dtype, jnp.floating):
+    return False
+  theirs = placed(array, path, mesh)
+  return any(bool((a == b.astype(a.dtype)).all()) for a, b in ((ours, theirs), (theirs, ours)))
 
 
 def shipped_drafters() -> list[str]:

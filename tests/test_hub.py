@@ -18,7 +18,7 @@ pytest.importorskip('gguf')
 from eagle_jax import files, hub
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import tensor_table
-from eagle_jax.weights import fetch, folder, naming
+from eagle_jax.weights import fetch, folder, naming, rope
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
@@ -150,7 +150,7 @@ def test_families(tmp_path, changes, switches):
 
 def test_llama3_slows_the_long_waves_down():
   """Wavelengths 2 pi theta^(i/4) in a context of 64: 6.3 is under 64/4, 28 between, 126 and 563 over 64/1."""
-  slowdown = folder.llama3_slowdown(400.0, 8, factor=8.0, low=1.0, high=4.0, original_context=64)
+  slowdown = rope.llama3_slowdown(400.0, 8, factor=8.0, low=1.0, high=4.0, original_context=64)
   assert slowdown[0] == 1
   assert 1 < slowdown[1] < 8
   assert slowdown[2:] == (8, 8)
@@ -310,12 +310,34 @@ def test_published_drafter_folder(tmp_path, target, drafter):
   (tmp_path / 'head').mkdir()
   (tmp_path / 'head' / 'config.json').write_text(json.dumps(published))
   tensors = flatten(drafter.params, tensor_table(TINY_DRAFTER))
-  write_safetensors(
-    tmp_path / 'head' / 'model.safetensors', {**tensors, 'embed_tokens.weight': np.zeros((11, 32), np.float32)}
-  )
+  embed = np.asarray(target.params['embed']['weight'])
+  for stored in (embed, embed.astype(np.float64), embed.astype(np.float16)):
+    write_safetensors(tmp_path / 'head' / 'model.safetensors', {**tensors, 'embed_tokens.weight': stored})
+    loaded = hub.load_drafter(tmp_path / 'head', target)
+    assert loaded.config == dataclasses.replace(TINY_DRAFTER, name='head')  # "bias" absent: fc has one
+    assert_same(loaded.params, drafter.params)
+  write_safetensors(tmp_path / 'head' / 'model.safetensors', {**tensors, 'embed_tokens.weight': embed[::-1]})
   loaded = hub.load_drafter(tmp_path / 'head', target)
-  assert loaded.config == dataclasses.replace(TINY_DRAFTER, name='head')  # "bias" absent: fc has one
-  assert_same(loaded.params, drafter.params)
+  assert loaded.config.own_embedding
+  assert_same(loaded.params, drafter.params | {'embed': {'weight': embed[::-1]}})
+  hub.save_drafter(loaded, tmp_path / 'again')
+  assert_same(hub.load_drafter(tmp_path / 'again', target).params, loaded.params)
+
+
+def test_a_head_that_is_tied_and_another_all_the_same(tmp_path, caplog):
+  content = HF_CONFIG | {'tie_word_embeddings': True}
+  path = hf_folder(tmp_path / 'tiny', content)  # with an lm_head.weight
+  target = hub.load_target(path)
+  assert not target.config.tied_head
+  assert 'lm_head.weight is another' in caplog.text
+  tensors = random_tensors(naming.hf_table(TINY))
+  np.testing.assert_array_equal(target.head_VD, tensors['lm_head.weight'])
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
+  write_safetensors(path / 'model.safetensors', tensors)
+  assert hub.load_target(path).config.tied_head
+  del tensors['lm_head.weight']
+  write_safetensors(path / 'model.safetensors', tensors)
+  assert hub.load_target(path).params.keys() == {'embed', 'norm', 'layer_0', 'layer_1'}
 
 
 def test_drafter_for_another_target(tmp_path, target, drafter):
@@ -341,8 +363,8 @@ def test_bad_drafters(tmp_path, target, drafter):
     (content | {'norm_eps': math.nan}, "these fields must be positive numbers: {'norm_eps': nan}"),
     (content | {'kind': []}, 'unhashable'),
     (content | {'depth': 3}, r"unknown fields \['depth'\]"),
-    (HF_CONFIG | {'draft_vocab_size': 5}, 'reads the inputs of layers'),  # an EAGLE-3 head
-    (HF_CONFIG, 'one layer'),
+    (HF_CONFIG | {'draft_vocab_size': 5, 'num_hidden_layers': 1}, 'reads the inputs of layers'),  # an EAGLE-3 head
+    (HF_CONFIG, 'num_hidden_layers 2 .*one layer'),
   ):
     (tmp_path / 'saved' / 'config.json').write_text(json.dumps(changed))
     with pytest.raises(ValueError, match=message):

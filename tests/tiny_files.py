@@ -16,9 +16,10 @@ TINY_DRAFTER = DrafterConfig(
 
 
 def random_tensors(table: naming.Table, seed: int = 0) -> dict[str, np.ndarray]:
-  """File name -> f32 array of the right shape."""
+  """File name -> f32 array of the right shape, for those that must be there."""
   rng = np.random.default_rng(seed)
-  return {name: rng.standard_normal(entry.shape, dtype=np.float32) for name, entry in table.entries.items()}
+  names = [name for name in table.entries if name not in table.optional]
+  return {name: rng.standard_normal(table.entries[name].shape, dtype=np.float32) for name in names}
 
 
 def write_gguf(path, tensors, *, config=TINY, arch='llama', leave_out=(), extra=None, quantised=()):

@@ -24,16 +24,16 @@ class Eagle3Head(nn.Module):
 
   def setup(self):
     c = self.config
-    if c.norm_taps:
-      self.tap_norm = [RMSNorm(c.norm_eps) for _ in range(3)]
+    if c.fc_norm:
+      self.fc_norm = [RMSNorm(c.norm_eps) for _ in range(3)]
     self.fc = Linear((c.width,))
     self.embedding_norm, self.feature_norm, self.mlp_norm, self.norm = (RMSNorm(c.norm_eps) for _ in range(4))
     self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width)
 
   def fuse(self, taps: tuple[jax.Array, ...]) -> jax.Array:
     """[D, R] of three [target width, R]."""
-    if self.config.norm_taps:
-      taps = tuple(norm(tap_DR) for norm, tap_DR in zip(self.tap_norm, taps, strict=True))
+    if self.config.fc_norm:
+      taps = tuple(norm(tap_DR) for norm, tap_DR in zip(self.fc_norm, taps, strict=True))
     return self.fc(jnp.concatenate(taps))
 
   def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
@@ -75,7 +75,7 @@ class Eagle3(Eagle):
     return self._apply(params, rows, method='fuse').reshape(-1, *taps.feature.shape[1:])
 
   def feed(self, params, out_DBW: jax.Array) -> jax.Array:
-    if not self.config.norm_feedback:
+    if not self.config.norm_output:
       return out_DBW
     return self.read(params, out_DBW.reshape(out_DBW.shape[0], -1)).reshape(out_DBW.shape)
 

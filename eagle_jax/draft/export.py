@@ -110,7 +110,7 @@ def _eagle3_content(config: Eagle3Config, *, default_taps: tuple[int, ...] | Non
     default_taps: layers that the layout takes for granted; None if it names them.
     spoken: switches that the layout has words for, and their values.
   """
-  switches = ('norm_before_residual', 'norm_taps', 'norm_feedback', 'rope_slowdown')
+  switches = ('norm_before_residual', 'fc_norm', 'norm_output', 'rope_slowdown')
   unsaid = [name for name in switches if getattr(config, name) and name not in spoken]
   if default_taps is not None and config.taps not in (None, default_taps):
     unsaid.append('taps')

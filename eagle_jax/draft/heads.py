@@ -1,108 +1,228 @@
 """Read the folders in which EAGLE heads are published; which layout a folder has shows in its config.json."""
 
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, Eagle3Config
-from eagle_jax.weights.folder import FAMILIES, llama_fields, read_json, read_tensors
+from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
+from eagle_jax.weights.folder import FAMILIES, llama_fields, read_json, read_names, read_tensors
+from eagle_jax.weights.layouts import Keys
+
+log = logging.getLogger('eagle_jax')
 
 # Where an EAGLE-1/2 head of another layout keeps the ids that it was trained to draft: no engine's tensors name them.
 VOCABULARY_FILE = 'draft_vocabulary.json'
 TAPS = 'eagle_aux_hidden_state_layer_ids'
+_SPECULATORS = 'speculators_model_type'
+
 # What an absent key means in the `transformer_layer_config` of vLLM's speculators: transformers' LlamaConfig.
 _LLAMA_DEFAULTS = {
   'vocab_size': 32_000, 'hidden_size': 4096, 'intermediate_size': 11_008, 'num_attention_heads': 32,
   'num_hidden_layers': 1, 'rms_norm_eps': 1e-6,
 }  # fmt: skip
-
-
-def read_head_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-  """Yield the tensors of a drafter's folder by their canonical names."""
-  for name, array in read_tensors(folder):
-    yield canonical(name), array
-  if ids := _written_ids(folder):
-    yield 'd2t', np.asarray(ids) - np.arange(len(ids))
-
-
-def _without_speculators(folder: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Put a config of vLLM's speculators in the words of the others."""
-  if 'speculators_model_type' not in content:
-    return content
-  if content['speculators_model_type'] not in ('eagle', 'eagle3'):
-    raise ValueError(
-      f'{folder}: speculators_model_type {content["speculators_model_type"]!r} is not supported; eagle and eagle3 are.'
-    )
-  if content.get('layernorms'):
-    raise ValueError(f'{folder}: an EAGLE head with layernorms (HASS) is not supported, only one without.')
-  layer = content.get('transformer_layer_config') or {}
-  if layer.get('attention_bias'):
-    raise ValueError(f'{folder}: attention_bias, which the output projection has too, is not supported.')
-  return {**_LLAMA_DEFAULTS, **layer, **content, 'bias': content.get('fusion_bias', False)}
+_EAGLE_ARCHITECTURES = frozenset({
+  'LlamaForCausalLM', 'MistralForCausalLM', 'MixtralForCausalLM', 'Qwen2ForCausalLM',  # SafeAILab: its target's
+  'LlamaForCausalLMEagle', 'Qwen2ForCausalLMEagle', 'EagleLlamaForCausalLM', 'EAGLEModel', 'EagleSpeculator',
+})  # fmt: skip
+_EAGLE3_ARCHITECTURES = frozenset({
+  'LlamaForCausalLM', 'LlamaForCausalLMEagle3', 'Eagle3LlamaForCausalLM', 'Eagle3Speculator', 'Eagle3DraftModel',
+})  # fmt: skip
 
 
 def _is_eagle3(content: Mapping[str, Any]) -> bool:
-  return content.get('draft_vocab_size') is not None or 'eagle3' in str(content.get('architectures')).lower()
+  if (kind := content.get(_SPECULATORS)) is not None:
+    return kind == 'eagle3'
+  if content.get('model_type') == 'eagle':
+    return False
+  is_named = 'eagle3' in str(content.get('architectures')).lower()
+  return is_named or any(content.get(name) is not None for name in ('draft_vocab_size', 'truncated_vocab_size'))
 
 
-def read_eagle(folder: Path, content: Mapping[str, Any]) -> DrafterConfig | None:
-  """Read the config of a published EAGLE-1/2 head; None if it is an EAGLE-3 head's.
+def _require_architecture(folder: Path, keys: Keys, known: Collection[str]) -> None:
+  given = keys.get('architectures', [])
+  if unknown := [name for name in given if name not in known]:
+    raise ValueError(f'{folder}: architectures {unknown} are not supported; {sorted(known)} are.')
+
+
+def _require(folder: Path, keys: Keys, name: str, allowed: tuple[Any, ...], otherwise: str) -> None:
+  """ValueError if a key is there with a value that is not among the allowed ones."""
+  if name in keys and keys[name] not in allowed:
+    raise ValueError(f'{folder}: {name} {keys[name]!r} is not supported: {otherwise}.')
+
+
+def _speculators_layer(folder: Path, keys: Keys) -> Keys:
+  """The layer's own keys in a config of vLLM's speculators, with transformers' defaults."""
+  _require(folder, keys, 'transformer_layer_architecture', ('LlamaDecoderLayer',), 'the layer would be another')
+  layer = Keys(_LLAMA_DEFAULTS | keys.nested('transformer_layer_config').content, prefix='transformer_layer_config.')
+  keys.adopt('transformer_layer_config', layer)
+  if 'model_type' not in layer and keys[_SPECULATORS] == 'eagle3' and not _is_before(keys, 0, 7):
+    raise ValueError(
+      f'{folder}/config.json lacks model_type of transformer_layer_config, which is llama to speculators up to 0.6 and '
+      'qwen3 to later ones: add it.'
+    )
+  _require(folder, layer, 'model_type', ('llama',), 'the layer would be another')
+  _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
+  return layer
+
+
+def _is_before(keys: Keys, *version: int) -> bool:
+  """Whether the file says that an older version of speculators wrote it."""
+  found = re.match(r'(\d+)\.(\d+)', str(keys.get('speculators_version', '')))
+  return found is not None and (*map(int, found.groups()),) < version
+
+
+def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> DrafterConfig | None:
+  """Read the config of a published EAGLE-1/2 head; None if it is of another kind.
 
   Raises:
-    ValueError: another kind of drafter, or missing fields.
+    ValueError: a key that would change the network in a way that is not supported, an unknown one, a missing one.
   """
-  content = _without_speculators(folder, content)
-  if _is_eagle3(content):
+  if _is_eagle3(content) or content.get(_SPECULATORS, 'eagle') != 'eagle':
     return None
-  fields = llama_fields(folder, content, FAMILIES['llama'])
-  if content['num_hidden_layers'] != 1:
-    raise ValueError(f'{folder}: a drafter has one layer, this config says {content["num_hidden_layers"]}.')
-  if fields.pop('rope_slowdown'):
-    raise ValueError(f'{folder}: an EAGLE-1/2 drafter with RoPE scaling is not supported, only unscaled RoPE.')
-  return DrafterConfig(
+  keys = Keys(content)
+  _require_architecture(folder, keys, _EAGLE_ARCHITECTURES)
+  architecture = ''.join(keys.get('architectures', []))
+  if _SPECULATORS in keys:
+    layer = _speculators_layer(folder, keys)
+    has_fc_bias = bool(keys.get('fusion_bias', False))
+    _require(folder, keys, 'layernorms', (False,), 'engines disagree on what its norms are applied to')
+    _refuse_window(folder, layer)
+  else:
+    layer = keys.nested('model') if keys.get('model_type') == 'eagle' else keys
+    never = architecture == 'EagleLlamaForCausalLM'  # vLLM builds none
+    has_fc_bias = bool(layer.get('bias', keys.get('eagle_fc_bias', not never)))
+    _require(folder, layer, 'num_hidden_layers', (1,), 'a drafter has one layer')
+    _read_past(keys, layer, _WINDOW)  # none of these engines gives it a window
+  fields = llama_fields(folder, layer, FAMILIES['llama'])
+  _require(folder, keys, 'truncated_vocab_size', (fields['vocab_size'],), 'which ids it drafts would not be known')
+  _require(folder, layer, 'attention_bias', (False,), 'biases of attention, the output projection too')
+  config = DrafterConfig(
     **fields,
-    fc_bias=bool(content.get('bias', True)),
-    qkv_bias=bool(content.get('qkv_bias', False)),
+    fc_bias=has_fc_bias,
+    qkv_bias=bool(layer.get('qkv_bias', architecture == 'Qwen2ForCausalLMEagle')),
     draft_vocab_size=len(_written_ids(folder)) or None,
     name=folder.name,
   )
+  keys.require_known(folder)
+  return config
 
 
-def read_eagle3(folder: Path, content: Mapping[str, Any]) -> Eagle3Config | None:
-  """Read the config of a published EAGLE-3 head; None if it is another's. The number of layers it states means nothing.
+def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> Eagle3Config | None:
+  """Read the config of a published EAGLE-3 head; None if it is of another kind.
 
   Raises:
-    ValueError: another kind of drafter, or missing fields.
+    ValueError: a key that would change the network in a way that is not supported, an unknown one, a missing one.
   """
-  content = _without_speculators(folder, content)
   if not _is_eagle3(content):
     return None
-  fields = llama_fields(folder, {**content, 'num_hidden_layers': 1}, FAMILIES['llama'])
-  num_ids = int(content.get('draft_vocab_size') or fields['vocab_size'])
-  target_width = int(content.get('target_hidden_size') or fields['width'])
-  return Eagle3Config(
+  keys, names = Keys(content), read_names(folder)
+  _require_architecture(folder, keys, _EAGLE3_ARCHITECTURES)
+  is_midlayer = not names or any('midlayer.' in name for name in names)
+  if _SPECULATORS in keys:
+    layer = _speculators_layer(folder, keys)
+    _refuse_window(folder, layer)
+    if 'norm_before_residual' not in keys:
+      raise ValueError(
+        f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
+      )
+    _require(folder, layer, 'attention_bias', (False,), 'biases of attention')
+  else:
+    layer = keys
+    if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window
+      _read_past(keys, layer, (*_WINDOW, 'num_hidden_layers', 'attention_bias'))
+    else:
+      _refuse_window(folder, layer)
+      _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
+      _require(folder, layer, 'attention_bias', (False,), 'biases of attention')
+  nested = keys.nested('eagle_config')
+  _require(folder, nested, 'use_aux_hidden_state', (True,), 'it would read the final feature instead of the taps')
+  for place in (keys, nested):
+    _require(folder, place, 'norm_before_fc', (False,), 'a norm of the joined taps')
+  fields = llama_fields(folder, layer, FAMILIES['llama'])
+  num_ids = _same_everywhere(folder, keys, 'draft_vocab_size', 'truncated_vocab_size') or fields['vocab_size']
+  target_width = int(keys.get('target_hidden_size', fields['width']))
+  is_trained = bool(keys.get('embed_requires_grad', False))  # its embedding
+  taps = _taps(folder, keys, nested, target.num_layers)
+  _require(folder, keys, 'num_aux_hidden_states', (3 if taps is None else len(taps),), 'which they are is not said')
+  _require(folder, keys, 'num_target_layers', (target.num_layers,), f'the target has {target.num_layers} layers')
+  config = Eagle3Config(
     **fields,
     target_width=target_width,
-    taps=_taps(content),
-    draft_vocab_size=None if num_ids == fields['vocab_size'] else num_ids,
-    own_embedding=target_width != fields['width'] or bool(content.get('embed_requires_grad')),
-    norm_before_residual=bool(content.get('norm_before_residual', False)),
+    taps=taps,
+    draft_vocab_size=None if num_ids == fields['vocab_size'] else int(num_ids),
+    own_embedding=is_trained or target_width != fields['width'],
+    norm_before_residual=bool(keys.get('norm_before_residual', False)),
+    fc_norm=bool(_same_everywhere(folder, keys, 'fc_norm', 'use_aux_norm')),
+    norm_output=_norm_output(folder, keys, is_midlayer),
     name=folder.name,
   )
+  _require(folder, keys, 'bias', (False,), 'a bias of fc')
+  keys.require_known(folder)
+  return config
 
 
-def _taps(content: Mapping[str, Any]) -> tuple[int, ...] | None:
-  """Layers whose inputs the head reads.
+def _same_everywhere(folder: Path, keys: Keys, name: str, alias: str) -> Any:
+  """The value of a key that has two spellings; None without either."""
+  value, other = keys.get(name), keys.get(alias)
+  if value is not None and other is not None and value != other:
+    raise ValueError(f'{folder}/config.json contradicts itself: {name} is {value!r}, {alias} is {other!r}.')
+  return other if value is None else value
 
-  SpecForge and SGLang number layers by what comes out of them, in `eagle_config`; vLLM's speculators, at the top level,
-  by what goes in.
+
+_WINDOW = ('layer_types', 'sliding_window', 'use_sliding_window')
+
+
+def _read_past(keys: Keys, layer: Keys, names: tuple[str, ...]) -> None:
+  """Count these keys as read: for this writer they mean nothing."""
+  for name in names:
+    keys.get(name), layer.get(name)
+
+
+def _refuse_window(folder: Path, layer: Keys) -> None:
+  """ValueError if the layer does not see everything before it. `sliding_window` alone is residue of a target."""
+  if any(kind != 'full_attention' for kind in layer.get('layer_types', [])):
+    raise ValueError(f'{folder}: layer_types {layer["layer_types"]!r} is not supported: how far attention sees.')
+  _require(folder, layer, 'use_sliding_window', (False,), 'how far attention sees')
+  layer.get('sliding_window')
+
+
+def _norm_output(folder: Path, keys: Keys, is_midlayer: bool) -> bool:
+  """Whether the next draft step reads the normed output.
+
+  vLLM, SGLang, speculators and AutoModel mean that. SpecForge up to 0.2.0, whose tensors say `midlayer`, means by
+  false a head that reads outputs without the norm.
   """
-  if outputs := (content.get('eagle_config') or {}).get(TAPS):
-    return tuple(int(layer) + 1 for layer in outputs)
-  inputs = content.get(TAPS)
-  return tuple(map(int, inputs)) if inputs else None
+  value = bool(keys.get('norm_output', False))
+  if 'norm_output' in keys and not value and is_midlayer:
+    raise ValueError(
+      f'{folder}: norm_output false means to SpecForge up to 0.2.0 that the head reads outputs without the final norm, '
+      'which is not supported. If a later version trained this head, remove the key.'
+    )
+  return value
+
+
+def _taps(folder: Path, keys: Keys, nested: Keys, num_layers: int) -> tuple[int, ...] | None:
+  """Layers of a target of so many whose inputs the head reads; None for the usual ones.
+
+  A list at the top level counts layers by what goes into them. So does one in `eagle_config` that names the input of no
+  layer but the norm, or the usual inputs; any other there counts them by what comes out.
+  """
+  above, inside = (tuple(int(layer) for layer in place.get(TAPS, [])) for place in (keys, nested))
+  usual = 2, num_layers // 2, num_layers - 3
+  if inside and not (max(inside) == num_layers or inside == usual):
+    if inside != (1, num_layers // 2 - 1, num_layers - 4):
+      log.warning(
+        '%s: eagle_config.%s is %s: taken for outputs of these layers. If they are inputs, put the list at the top '
+        'level of config.json.', folder, TAPS, [*inside],
+      )  # fmt: skip
+    inside = tuple(layer + 1 for layer in inside)
+  if above and inside and above != inside:
+    raise ValueError(f'{folder}/config.json contradicts itself: {TAPS} is {above}, in eagle_config {inside}.')
+  return above or inside or None
 
 
 def _written_ids(folder: Path) -> list[int]:
@@ -115,10 +235,79 @@ def _written_ids(folder: Path) -> list[int]:
   return ids
 
 
+# Tensors.
+
+_SPELLINGS = [
+  (re.compile(pattern), ours)
+  for pattern, ours in (
+    (r'^model\.', ''),
+    (r'^(midlayer|transformer)\.', 'layers.0.'),
+    (r'^fusion_fc\.', 'fc.'),
+    (r'^aux_norm_low\.', 'fc_norm.0.'),
+    (r'^aux_norm_mid\.', 'fc_norm.1.'),
+    (r'^aux_norm_high\.', 'fc_norm.2.'),
+  )
+]
+
+
 def canonical(name: str) -> str:
   """The one spelling, of those that engines have, that `tables` knows: the layer as `layers.0`, no `model.`."""
-  name = name.removeprefix('model.')
-  for theirs, ours in (('midlayer.', 'layers.0.'), ('transformer.', 'layers.0.'), ('fusion_fc.', 'fc.')):
-    if name.startswith(theirs):
-      return ours + name.removeprefix(theirs)
+  for pattern, ours in _SPELLINGS:
+    name = pattern.sub(ours, name)
   return name
+
+
+def read_head_tensors(
+  folder: Path, config: DrafterConfig | Eagle3Config, is_the_targets: Callable[[np.ndarray], bool], *, is_own: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yield the tensors of a drafter's folder by their canonical names, but for an embedding that is the target's.
+
+  Args:
+    folder: the drafter's.
+    config: of the drafter.
+    is_the_targets: whether an embedding is the target's, which then need not be held twice.
+    is_own: whether we wrote the folder; then ids may stand in any order.
+
+  Raises:
+    ValueError: a draft vocabulary that repeats ids, leads outside the target's, or contradicts itself.
+  """
+  vocabulary: dict[str, np.ndarray] = {}
+  for written, array in read_tensors(folder):
+    name = canonical(written)
+    if name in ('d2t', 't2d'):
+      vocabulary[name] = array
+    elif name != 'embed_tokens.weight' or config.own_embedding or not is_the_targets(array):
+      yield name, array
+  if ids := _written_ids(folder):
+    vocabulary['d2t'] = np.asarray(ids) - np.arange(len(ids))
+  if 'd2t' in vocabulary:
+    _require_vocabulary(folder, config, vocabulary['d2t'], vocabulary.get('t2d'), is_own=is_own or bool(ids))
+    if config.draft_vocab_size is not None:
+      yield 'd2t', vocabulary['d2t']
+
+
+def _require_vocabulary(
+  folder: Path, config: DrafterConfig | Eagle3Config, d2t_U: np.ndarray, t2d_V: np.ndarray | None, *, is_own: bool
+) -> None:
+  """ValueError unless `d2t` names distinct ids of the target, those that `t2d` marks, as offsets from draft ids."""
+  if d2t_U.ndim != 1 or not np.issubdtype(d2t_U.dtype, np.integer):
+    return  # the table of tensors says what is needed
+  if config.draft_vocab_size is None:
+    if d2t_U.any():
+      raise ValueError(f'{folder}: d2t names ids of a draft vocabulary, but config.json says it is the whole one.')
+    return
+  d2t_U = d2t_U.astype(np.int64)
+  ids_U, vocab_size = d2t_U + np.arange(len(d2t_U)), config.vocab_size
+  perhaps = " Its numbers may be ids themselves: then subtract each row's own number." if (d2t_U >= 0).all() else ''
+  if not 0 <= ids_U.min() <= ids_U.max() < vocab_size:
+    raise ValueError(f'{folder}: d2t leads outside the target vocabulary of {vocab_size} ids.{perhaps}')
+  if len(np.unique(ids_U)) < len(ids_U):
+    repeated = ids_U[np.bincount(ids_U, minlength=vocab_size)[ids_U] > 1]
+    raise ValueError(f'{folder}: d2t names ids more than once, such as {repeated[0]}.{perhaps}')
+  if t2d_V is not None:
+    marked = np.flatnonzero(t2d_V)
+    if t2d_V.shape != (vocab_size,) or not np.array_equal(marked, np.sort(ids_U)):
+      wrong = sorted({*ids_U.tolist()} ^ {*marked.tolist()})[:3]
+      raise ValueError(f'{folder}: d2t and t2d contradict each other, on ids {wrong}.{perhaps}')
+  elif not is_own and len(d2t_U) > 1 and (np.diff(d2t_U) > 0).all():
+    raise ValueError(f'{folder}: d2t rises with every row, and no t2d says that it holds offsets.{perhaps}')

@@ -1,21 +1,26 @@
 """The registry of drafter kinds: what each is made of, by its config."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_jax.config import DrafterConfig, Eagle3Config
+from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.heads import read_eagle, read_eagle3
+from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors
 from eagle_jax.draft.tables import eagle3_table, eagle_table
 from eagle_jax.weights.folder import naming_config
 from eagle_jax.weights.naming import Table
 
 
-def _is_never_published(folder: Path, content: Mapping[str, Any]) -> None:
-  """The `read_config` of a kind that only our own folders hold, or none."""
+def _is_never_published(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> None:
+  """The `read_config` of a kind that no other engine writes."""
+
+
+def _no_tensors(folder: Path, config: Any, is_the_targets: Callable, *, is_own: bool) -> Iterator[Any]:
+  """The `read_tensors` of a kind without weights."""
+  return iter(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +32,32 @@ class Kind:
   network: Callable[..., Any]  # (config, dtype) -> `interface.DraftNetwork`
   # What its file holds; the table of a kind without weights is empty.
   tensor_table: Callable[[Any], Table] = lambda config: Table({})
-  # (folder, config.json of another engine) -> config, or None if that is of another kind.
-  read_config: Callable[[Path, Mapping[str, Any]], Any] = _is_never_published
+  # (folder, config.json of another engine, the target's config) -> config, or None if that is of another kind.
+  read_config: Callable[[Path, Mapping[str, Any], TargetConfig], Any] = _is_never_published
+  read_tensors: Callable[..., Iterator[tuple[str, Any]]] = _no_tensors  # see `heads.read_head_tensors`
   # What it takes from the target where it has none of its own: 'embed', 'head', and 'ids' to draft.
   borrows: frozenset[str] = frozenset()
 
 
 KINDS: dict[str, Kind] = {
-  'eagle2': Kind('EAGLE-1/2', DrafterConfig, Eagle, eagle_table, read_eagle, frozenset({'embed', 'head', 'ids'})),
-  'eagle3': Kind('EAGLE-3', Eagle3Config, Eagle3, eagle3_table, read_eagle3, frozenset({'embed', 'ids'})),
+  'eagle2': Kind(
+    'EAGLE-1/2',
+    DrafterConfig,
+    Eagle,
+    tensor_table=eagle_table,
+    read_config=read_eagle,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'embed', 'head', 'ids'}),
+  ),
+  'eagle3': Kind(
+    'EAGLE-3',
+    Eagle3Config,
+    Eagle3,
+    tensor_table=eagle3_table,
+    read_config=read_eagle3,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'embed', 'ids'}),
+  ),
 }
 
 
@@ -54,12 +76,13 @@ def tensor_table(config: Any) -> Table:
   return kind_of(config).tensor_table(config)
 
 
-def read_drafter_config(folder: Path, content: Mapping[str, Any]) -> Any:
+def read_drafter_config(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> Any:
   """Read the drafter that a config.json describes: ours, which has "kind", or one that another engine wrote.
 
   Args:
     folder: where it lies, for messages.
     content: of its config.json.
+    target: of the model that it is to draft for.
 
   Returns:
     A config of one of `KINDS`.
@@ -71,19 +94,21 @@ def read_drafter_config(folder: Path, content: Mapping[str, Any]) -> Any:
     if 'kind' in content:
       return _own_config(folder, content)
     for kind in KINDS.values():
-      if (config := kind.read_config(folder, content)) is not None:
+      if (config := kind.read_config(folder, content, target)) is not None:
         return config
-  titles = [kind.title for kind in KINDS.values()]
-  raise ValueError(f'{folder}/config.json describes no drafter of a kind that is supported: {", ".join(titles)}.')
+  telling = 'speculators_model_type', 'architectures', 'model_type'
+  given = ', '.join(f'{name} {content[name]!r}' for name in telling if name in content)
+  titles = ', '.join(kind.title for kind in KINDS.values())
+  raise ValueError(f'{folder}: a drafter with {given} is not supported; {titles} are.')
 
 
 def _own_config(folder: Path, content: Mapping[str, Any]) -> Any:
   if content['kind'] not in KINDS:
     raise ValueError(f'{folder}: drafter kind {content["kind"]!r} is not supported; one of {sorted(KINDS)} is.')
-  form = KINDS[content['kind']].config
+  form: Any = KINDS[content['kind']].config
   given = {name: value for name, value in content.items() if name != 'kind'}
   known = {field.name for field in dataclasses.fields(form)}
-  if missing := sorted(known - given.keys()):
+  if missing := sorted(known - given.keys() - getattr(form, 'MAY_LACK', frozenset())):
     raise ValueError(f'{folder}/config.json lacks {missing}: save the drafter again with save_drafter.')
   if unknown := sorted(given.keys() - known):
     raise ValueError(f'{folder}/config.json has unknown fields {unknown}; known are {sorted(known)}.')

@@ -7,18 +7,14 @@ from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, projection_en
 
 
 def eagle_table(config: DrafterConfig) -> Table:
-  """EAGLE-1/2: one layer without an input norm.
-
-  The embedding that such files carry is the target's own, which the drafter uses by reference.
-  """
+  """EAGLE-1/2: one layer without an input norm, and perhaps an embedding."""
   width, block = config.width, 'layers.0'
   entries = {'fc.weight': Entry(('fc', 'weight'), (width, 2 * width))}
   if config.fc_bias:
     entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
   entries |= projection_entries(config, ('layer',), block, HF_PROJECTIONS)
-  entries |= _draft_vocabulary(config)
-  return Table(entries, frozenset({'embed_tokens.weight', f'{block}.self_attn.rotary_emb.inv_freq'}))
+  return _table(config, entries)
 
 
 def eagle3_table(config: Eagle3Config) -> Table:
@@ -31,19 +27,27 @@ def eagle3_table(config: Eagle3Config) -> Table:
     f'{block}.post_attention_layernorm.weight': ('mlp_norm', width),
     'norm.weight': ('norm', width),
   }
-  if config.norm_taps:
-    norms |= {f'tap_norm.{tap}.weight': (f'tap_norm_{tap}', config.target_width) for tap in range(3)}
+  if config.fc_norm:
+    norms |= {f'fc_norm.{tap}.weight': (f'fc_norm_{tap}', config.target_width) for tap in range(3)}
   entries = {name: Entry((ours, 'scale'), (size,)) for name, (ours, size) in norms.items()}
   entries['fc.weight'] = Entry(('fc', 'weight'), (width, 3 * config.target_width))
   entries['lm_head.weight'] = Entry(('head', 'weight'), (num_ids, width))
   entries |= projection_entries(config, (), block, HF_PROJECTIONS, in_width=2 * width)
-  entries |= _draft_vocabulary(config)
-  ignored = {'t2d', 'd2t', f'{block}.self_attn.rotary_emb.inv_freq'} - entries.keys()
-  if config.own_embedding:
-    entries['embed_tokens.weight'] = Entry(('embed', 'weight'), (config.vocab_size, width))
-  else:
-    ignored.add('embed_tokens.weight')
-  return Table(entries, frozenset(ignored))
+  return _table(config, entries)
+
+
+# Tables that RoPE recomputes, and what training needed of the target.
+_IGNORED = frozenset({
+  'rotary_emb.inv_freq', 'layers.0.self_attn.rotary_emb.inv_freq', 'verifier_norm.weight', 'verifier_lm_head.weight',
+})  # fmt: skip
+
+
+def _table(config: DrafterConfig | Eagle3Config, entries: dict[str, Entry]) -> Table:
+  """With the embedding: a file that does not say that the head has one of its own may hold one all the same."""
+  name = 'embed_tokens.weight'
+  embedding = {name: Entry(('embed', 'weight'), (config.vocab_size, config.width))}
+  optional = frozenset() if config.own_embedding else frozenset({name})
+  return Table(entries | _draft_vocabulary(config) | embedding, _IGNORED, optional)
 
 
 def _draft_vocabulary(config: DrafterConfig | Eagle3Config) -> dict[str, Entry]:

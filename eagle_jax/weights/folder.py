@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ import numpy as np
 
 from eagle_jax.config import TargetConfig
 from eagle_jax.files import parse_json
-from eagle_jax.weights.pickled import read_pickled
-from eagle_jax.weights.safetensors import read_safetensors
+from eagle_jax.weights.layouts import Keys
+from eagle_jax.weights.pickled import pickled_names, read_pickled
+from eagle_jax.weights.rope import read_rope
+from eagle_jax.weights.safetensors import read_safetensors, safetensors_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,25 +73,34 @@ def naming_config(folder: Path) -> Iterator[None]:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (name, array) from model.safetensors, from the shards that model.safetensors.index.json names, or, where
+  """Yield (name, array) from model.safetensors, from the shards that model.safetensors.index.json names, or, where
   there are neither, from pytorch_model.bin."""
-  index, pickled = folder / 'model.safetensors.index.json', folder / 'pytorch_model.bin'
+  if not (paths := _weight_files(folder)):
+    raise ValueError(f'{folder} holds none of {", ".join(_WEIGHTS)}: fetch one of them.')
+  for path in paths:
+    yield from read_pickled(path) if path.suffix == '.bin' else read_safetensors(path)
+
+
+def read_names(folder: Path) -> frozenset[str]:
+  """Return the names of the tensors that `read_tensors` yields, without reading one; none where there is no file."""
+  names = (pickled_names(path) if path.suffix == '.bin' else safetensors_names(path) for path in _weight_files(folder))
+  return frozenset().union(*names)
+
+
+_WEIGHTS = 'model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin'
+
+
+def _weight_files(folder: Path) -> list[Path]:
+  whole, index, pickled = (folder / name for name in _WEIGHTS)
   if not index.is_file():
-    if (folder / 'model.safetensors').is_file():
-      yield from read_safetensors(folder / 'model.safetensors')
-    elif pickled.is_file():
-      yield from read_pickled(pickled)
-    else:
-      raise ValueError(f'{folder} holds none of model.safetensors, {index.name} and {pickled.name}: fetch one of them.')
-    return
+    return [path for path in (whole, pickled) if path.is_file()][:1]
   weight_map = read_json(index).get('weight_map')
   if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
     raise ValueError(f'{index} has no "weight_map" object of file names: fetch it again.')
   shards = sorted(set(weight_map.values()))
   if missing := [shard for shard in shards if not (folder / shard).is_file()]:
     raise ValueError(f'{folder} lacks {missing}, of {len(shards)} files that {index.name} names: fetch them.')
-  for shard in shards:
-    yield from read_safetensors(folder / shard)
+  return [folder / shard for shard in shards]
 
 
 def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
@@ -107,7 +117,7 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
     family = FAMILIES[content['model_type']]
     _refuse_variants(folder, content, family)
     return TargetConfig(
-      **llama_fields(folder, content, family, 'max_position_embeddings'),
+      **llama_fields(folder, Keys(content), family, 'num_hidden_layers', 'max_position_embeddings'),
       max_context=int(content['max_position_embeddings']),
       tied_head=bool(content.get('tie_word_embeddings', False)),
       qkv_bias=family.qkv_bias,
@@ -133,14 +143,13 @@ def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
   return eos_ids
 
 
-def llama_fields(folder: Path, content: Mapping[str, Any], family: Family, *also_needed: str) -> dict[str, Any]:
-  """The fields that come of the same keys in all families. An absent key means what it means to transformers."""
+def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str) -> dict[str, Any]:
+  """Read the fields that come of the same keys in all families. An absent key means what it does to transformers."""
   needed = (
     'vocab_size',
     'hidden_size',
     'intermediate_size',
     'num_attention_heads',
-    'num_hidden_layers',
     'rms_norm_eps',
     *family.needed,
     *also_needed,
@@ -149,7 +158,7 @@ def llama_fields(folder: Path, content: Mapping[str, Any], family: Family, *also
     raise ValueError(f'{folder}/config.json lacks {missing}: fetch the whole file again.')
   num_heads = int(content['num_attention_heads'])
   head_dim = int(content.get('head_dim') or content['hidden_size'] // num_heads)
-  theta, slowdown = _rope(folder, content, head_dim, family.rope_theta)
+  rope = read_rope(folder, content, head_dim, family.rope_theta)
   return {
     'vocab_size': int(content['vocab_size']),
     'width': int(content['hidden_size']),
@@ -158,47 +167,9 @@ def llama_fields(folder: Path, content: Mapping[str, Any], family: Family, *also
     'num_kv_heads': int(content.get('num_key_value_heads') or num_heads),
     'head_dim': head_dim,
     'norm_eps': float(content['rms_norm_eps']),
-    'rope_theta': theta,
-    'rope_slowdown': slowdown,
+    'rope_theta': rope.theta,
+    'rope_slowdown': rope.slowdown,
   }
-
-
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {  # scaling of RoPE -> its numbers in config.json
-  'default': (),
-  'linear': ('factor',),
-  'llama3': ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'),
-}
-
-
-def _rope(
-  folder: Path, content: Mapping[str, Any], head_dim: int, default_theta: float
-) -> tuple[float, tuple[float, ...]]:
-  """Base and slowdown, from either spelling: rope_theta and rope_scaling, or the newer rope_parameters."""
-  settings = {**(content.get('rope_scaling') or {}), **(content.get('rope_parameters') or {})}
-  kind = settings.get('rope_type', settings.get('type', 'default'))
-  if kind not in _ROPE_NEEDS:
-    raise ValueError(f'{folder}: RoPE scaling {kind!r} is not supported; one of {sorted(_ROPE_NEEDS)} is.')
-  if missing := [name for name in _ROPE_NEEDS[kind] if settings.get(name) is None]:
-    raise ValueError(f'{folder}/config.json lacks {missing} of RoPE scaling {kind!r}: fetch the whole file again.')
-  bases = settings.get('rope_theta'), content.get('rope_theta'), default_theta
-  theta = float(next(base for base in bases if base is not None))
-  if kind == 'llama3':
-    return theta, llama3_slowdown(theta, head_dim, *(float(settings[name]) for name in _ROPE_NEEDS[kind]))
-  return theta, (float(settings['factor']),) * (head_dim // 2) if kind == 'linear' else ()
-
-
-def llama3_slowdown(
-  theta: float, head_dim: int, factor: float, low: float, high: float, original_context: float
-) -> tuple[float, ...]:
-  """By how much each pair of a head turns slower in Llama 3.1 and later, which see `factor` times the context.
-
-  A pair that turned at least `high` times within the original context stays as it was, one that turned at most `low`
-  times slows down by the factor, and between them the speed goes over linearly in the number of turns.
-  """
-  frequency_K = theta ** (-np.arange(head_dim // 2) / (head_dim // 2))
-  num_turns_K = original_context * frequency_K / (2 * math.pi)
-  kept_K = np.clip((num_turns_K - low) / (high - low), 0, 1)
-  return tuple((1 / (kept_K + (1 - kept_K) / factor)).tolist())
 
 
 def _refuse_variants(folder: Path, content: Mapping[str, Any], family: Family) -> None:

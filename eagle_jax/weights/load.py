@@ -75,7 +75,8 @@ def assemble(
         fault = f'{name}: holds NaN or infinite values as {dtype.name}'
     if fault is not None:
       faults.append(fault)
-  faults += [f'{name}: missing, {list(table.entries[name].shape)} needed' for name in table.entries if name not in seen]
+  missing = [name for name in table.entries if name not in seen | table.optional]
+  faults += [f'{name}: missing, {list(table.entries[name].shape)} needed' for name in missing]
   if faults:
     raise ValueError(
       f'{source}: {len(faults)} of {len(table.entries)} needed tensors do not fit the config. Check that config and '
@@ -124,7 +125,9 @@ def flatten(params: dict[str, Any], table: Table) -> dict[str, np.ndarray]:
   """
   leaves = {_path_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
   shapes = {entry.path: entry.joint_shape or entry.shape for entry in table.entries.values()}
-  faults = [f'{"/".join(path)}: missing' for path in shapes if path not in leaves]
+  entries = {name: entry for name, entry in table.entries.items() if name not in table.optional or entry.path in leaves}
+  needed = dict.fromkeys(entry.path for entry in entries.values())
+  faults = [f'{"/".join(path)}: missing' for path in needed if path not in leaves]
   for path, leaf in leaves.items():
     if path not in shapes:
       faults.append(f'{"/".join(path)}: not expected')
@@ -134,7 +137,7 @@ def flatten(params: dict[str, Any], table: Table) -> dict[str, np.ndarray]:
     raise ValueError('Parameters do not fit the config they are saved with:\n  ' + '\n  '.join(faults))
   return {
     name: entry.to_file(np.asarray(leaves[entry.path])[entry.part].reshape(entry.shape))
-    for name, entry in table.entries.items()
+    for name, entry in entries.items()
   }
 
 

@@ -38,6 +38,7 @@ class Table:
 
   entries: Mapping[str, Entry]  # name in the file -> place in our tree; each one must be there
   ignored: frozenset[str] = frozenset()  # names that may be there and carry nothing of use
+  optional: frozenset[str] = frozenset()  # of the entries, those that need not be there
 
 
 class _LayerDims(Protocol):
@@ -166,9 +167,11 @@ def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
 def hf_table(config: TargetConfig) -> Table:
   """Hugging Face names of a Llama-kind target: those of the families in `folder.FAMILIES`."""
   entries = _outer_entries(config, 'model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight')
+  optional = set()
+  if config.tied_head:  # some files repeat the embedding under this name, and in some it is another matrix all the same
+    entries['lm_head.weight'] = Entry(('head', 'weight'), (config.vocab_size, config.width))
+    optional.add('lm_head.weight')
   ignored = {'model.rotary_emb.inv_freq'}  # a table that RoPE recomputes; older files keep one a layer
-  if config.tied_head:
-    ignored.add('lm_head.weight')  # some files repeat the embedding under this name
   for i in range(config.num_layers):
     layer, block = f'layer_{i}', f'model.layers.{i}'
     ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
@@ -178,7 +181,7 @@ def hf_table(config: TargetConfig) -> Table:
     entries |= _head_norms(config, layer, f'{block}.self_attn.')
     if config.num_experts:
       entries |= _expert_entries(config, layer, f'{block}.block_sparse_moe')
-  return Table(entries, frozenset(ignored))
+  return Table(entries, frozenset(ignored), frozenset(optional))
 
 
 def _head_norms(config: TargetConfig, layer: str, prefix: str) -> dict[str, Entry]:

@@ -5,6 +5,7 @@ four kinds of names are known, none of which does more than describe a tensor; a
 """
 
 import collections
+import contextlib
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -83,20 +84,33 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickled(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (name, array) of every tensor, in the order of the file, one at a time.
+  """Yield (name, array) of every tensor, in the order of the file, one at a time.
 
   Raises:
     ValueError: no such file, not of the zip form that PyTorch has written since 1.6, damaged, or holding anything else
       than a flat dictionary of tensors.
   """
+  with _opened(path) as (archive, root, tensors):
+    for name, tensor in tensors.items():
+      yield name, _read(archive, root, tensor)
 
+
+def pickled_names(path: Path) -> list[str]:
+  """Return the names of the tensors; errors are those of `read_pickled`."""
+  with _opened(path) as (_, _, tensors):
+    return [*tensors]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, str, dict[str, _Tensor]]]:
+  """The archive, the folder inside it, and what it describes."""
   try:
     with zipfile.ZipFile(path) as archive:
       root, tensors = _contents(archive)
       for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, _Tensor):
           raise ValueError(f'{name!r} is a {type(tensor).__name__}')
-        yield name, _read(archive, root, tensor)
+      yield archive, root, tensors
   except FileNotFoundError as error:
     raise ValueError(f'No checkpoint at {path}: give the path of an existing pytorch_model.bin.') from error
   except _FAULTS as error:

@@ -1,5 +1,6 @@
 """Reads and writes safetensors files as NumPy arrays, bfloat16 included."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,30 @@ from eagle_jax.files import replacing
 
 
 def read_safetensors(path: str | Path) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (name, array) for each tensor of the file, in the dtype it is stored in.
+  """Yield (name, array) for each tensor of the file, in the dtype it is stored in.
 
   Raises:
     ValueError: no such file, truncated, corrupt, or a type that NumPy does not have.
   """
   path = Path(path)
+  with _opened(path) as file:
+    for name in file.keys():  # noqa: SIM118  (a handle, not a dict)
+      yield name, _tensor(file, name, path)
+
+
+def safetensors_names(path: str | Path) -> list[str]:
+  """Return the names of the file's tensors; errors are those of `read_safetensors`."""
+  with _opened(Path(path)) as file:
+    return [*file.keys()]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
   if not path.is_file():
     raise ValueError(f'No safetensors file at {path}: give the path of an existing .safetensors file.')
   try:
     with safe_open(path, framework='np') as file:
-      for name in file.keys():  # noqa: SIM118  (a handle, not a dict)
-        yield name, _tensor(file, name, path)
+      yield file
   except SafetensorError as error:
     raise ValueError(
       f'{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}. '
