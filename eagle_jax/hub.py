@@ -61,7 +61,7 @@ def read_target_config(name_or_path: str | Path) -> TargetConfig:
   """What `load_target` would load, without its weights. A known name is fetched all the same where it is missing."""
   path = _target_path(name_or_path)
   if path.suffix == '.gguf':
-    config = gguf.target_config(gguf.read_gguf(path))
+    config, _ = _gguf_config_and_tokenizer(gguf.read_gguf(path))
   else:
     config = folder.hf_target_config(path, folder.read_config(path))
   return _named(config, path, name_or_path)
@@ -86,11 +86,24 @@ def _target_path(name_or_path: str | Path) -> Path:
 
 def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
   file = gguf.read_gguf(path)
-  config = gguf.target_config(file)
+  config, tokenizer = _gguf_config_and_tokenizer(file)
   table = naming.gguf_table(config, permuted_qk=gguf.architecture(file).permuted_qk)
   params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path))
-  has_tokenizer = 'tokenizer.ggml.model' in file.metadata
-  return Target(config, params, Tokenizer.from_gguf(file.metadata, config.eos_ids) if has_tokenizer else None)
+  return Target(config, params, tokenizer)
+
+
+def _gguf_config_and_tokenizer(file: gguf.GGUFFile) -> tuple[TargetConfig, Tokenizer | None]:
+  """Return both; what the chat template writes after an answer ends a text too, where the file names another token."""
+  config = gguf.target_config(file)
+  if 'tokenizer.ggml.model' not in file.metadata:
+    return config, None
+  tokenizer = Tokenizer.from_gguf(file.metadata, config.eos_ids, source=str(file.path))
+  end = tokenizer.turn_end()
+  if end is None or end in config.eos_ids:
+    return config, tokenizer
+  log.warning('%s: %r ends a text too: the chat template writes it after an answer', file.path, tokenizer.token(end))
+  eos_ids = (*config.eos_ids, end)
+  return dataclasses.replace(config, eos_ids=eos_ids), dataclasses.replace(tokenizer, eos_ids=eos_ids)
 
 
 def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None) -> Target:

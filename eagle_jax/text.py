@@ -39,6 +39,9 @@ _SPLITTINGS = {  # by GGUF `tokenizer.ggml.pre`
   'llama-bpe': _Splitting(_PIECES.replace('DIGITS', r'\p{N}{1,3}'), ignores_merges=True, adds_bos=True),
   'qwen2': _Splitting(_PIECES.replace('DIGITS', r'\p{N}'), composes=True),
 }
+_GGUF_SPECIAL = {  # names in chat templates -> in GGUF
+  'unk_token': 'unknown', 'sep_token': 'seperator', 'pad_token': 'padding', 'cls_token': 'cls', 'mask_token': 'mask',
+}  # fmt: skip
 _GGUF_NEEDS = {  # by GGUF `tokenizer.ggml.model`
   'gpt2': ('pre', 'tokens', 'merges', 'token_type'),
   'llama': ('tokens', 'scores', 'token_type'),
@@ -67,36 +70,56 @@ class Tokenizer:
   bos_id: int | None = None
   adds_bos: bool = False  # put `bos_id` before a prompt that goes through no template
   chat_template: str | None = None  # Jinja
+  named_templates: tuple[str, ...] = ()  # where a model has several and none is called 'default': not chosen among
+  special_tokens: tuple[tuple[str, Any], ...] = ()  # by the names that templates use, such as 'unk_token'
 
   @classmethod
-  def from_gguf(cls, metadata: Mapping[str, Any], eos_ids: Iterable[int] = ()) -> 'Tokenizer':
-    """Builds the tokenizer a GGUF file carries in its metadata.
+  def from_gguf(
+    cls, metadata: Mapping[str, Any], eos_ids: Iterable[int] = (), *, source: str = 'The GGUF file'
+  ) -> 'Tokenizer':
+    """Build the tokenizer that a GGUF file carries in its metadata.
+
+    Args:
+      metadata: of the file.
+      eos_ids: tokens that end a text.
+      source: names the file in errors.
 
     Raises:
-      ValueError: neither a byte-level nor a SentencePiece BPE, an unknown way of splitting, or missing fields.
+      ValueError: neither a byte-level nor a SentencePiece BPE, an unknown way of splitting, missing fields, or tokens,
+        scores and merges that do not fit together.
     """
     prefix = 'tokenizer.ggml.'
     fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     kind = str(fields.get('model'))
     if missing := [prefix + name for name in _GGUF_NEEDS.get(kind, ()) if name not in fields]:
-      raise ValueError(f"The GGUF metadata lacks {missing}, which a tokenizer needs: use the model's folder instead.")
+      raise ValueError(f"{source} lacks {missing}, which a tokenizer needs: use the model's folder instead.")
     if kind not in _GGUF_NEEDS or (kind == 'gpt2' and fields['pre'] not in _SPLITTINGS):
       raise ValueError(
-        f'GGUF tokenizer {kind!r} with pre-tokenizer {fields.get("pre")!r} is not supported, only llama, and gpt2 with '
-        f'{sorted(_SPLITTINGS)}. Load the model from its Hugging Face folder instead.'
+        f'{source}: tokenizer {kind!r} with pre-tokenizer {fields.get("pre")!r} is not supported, only llama, and gpt2 '
+        f'with {sorted(_SPLITTINGS)}. Load the model from its Hugging Face folder instead.'
       )
-    if kind == 'llama':
-      backend, adds_bos = _sentencepiece_bpe(fields), True
-    else:
-      splitting = _SPLITTINGS[fields['pre']]
-      backend, adds_bos = _byte_level_bpe(fields, splitting), splitting.adds_bos
-    _add_tokens(backend, fields)
+    try:
+      if kind == 'llama':
+        backend, adds_bos = _sentencepiece_bpe(fields), True
+      else:
+        splitting = _SPLITTINGS[fields['pre']]
+        backend, adds_bos = _byte_level_bpe(fields, splitting), splitting.adds_bos
+      _add_tokens(backend, fields)
+    except Exception as error:  # the tokenizers package raises bare ones
+      raise ValueError(
+        f"{source}: its tokenizer's fields do not fit together ({type(error).__name__}: {error}). Convert the model "
+        'again, or load it from its Hugging Face folder.'
+      ) from error
+    special = {name: fields.get(f'{field}_token_id') for name, field in _GGUF_SPECIAL.items()}
+    template = metadata.get('tokenizer.chat_template')
     return cls(
       backend=backend,
       eos_ids=tuple(eos_ids),
       bos_id=fields.get('bos_token_id'),
       adds_bos=bool(fields.get('add_bos_token', adds_bos)),
-      chat_template=metadata.get('tokenizer.chat_template'),
+      chat_template=template,
+      named_templates=() if template else tuple(metadata.get('tokenizer.chat_templates', ())),
+      special_tokens=tuple((name, backend.id_to_token(i)) for name, i in special.items() if i is not None),
     )
 
   @classmethod
@@ -119,13 +142,18 @@ class Tokenizer:
       ) from error
     backend.no_truncation()  # a file may ask for these
     backend.no_padding()
-    template = read.chat_template
+    template, names = read.chat_template, ()
+    if isinstance(template, dict):
+      names = () if 'default' in template else tuple(sorted(template))
+      template = template.get('default')
     return cls(
       backend=backend,
       eos_ids=tuple(dict.fromkeys(i for i in (read.eos_token_id, *eos_ids) if i is not None)),
       bos_id=read.bos_token_id,
       adds_bos=backend.encode('a').ids[:1] == [read.bos_token_id],
-      chat_template=template.get('default') if isinstance(template, dict) else template,
+      chat_template=template,
+      named_templates=names,
+      special_tokens=tuple((k, v if isinstance(v, str) else (*v,)) for k, v in read.special_tokens_map.items()),
     )
 
   @property
@@ -141,10 +169,20 @@ class Tokenizer:
 
   @property
   def has_chat_template(self) -> bool:
-    return self.chat_template is not None
+    return self.chat_template is not None or bool(self.named_templates)
 
   def encode(self, text: str) -> list[int]:
-    """Token ids of exactly this text: nothing is added."""
+    """Return the token ids of exactly this text: nothing is added.
+
+    Raises:
+      ValueError: the text holds half of a surrogate pair, as an argument in Latin-1 or the JSON "\\ud83d" does.
+    """
+    if not is_unicode(text):
+      place = next(i for i, letter in enumerate(text) if not is_unicode(letter))
+      raise ValueError(
+        f'The text {text[max(0, place - 20) : place + 20]!a} is not Unicode: {text[place]!a} cannot be encoded. '
+        'Pass text that was decoded with its own encoding, mostly UTF-8.'
+      )
     return self.backend.encode(text, add_special_tokens=False).ids
 
   def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
@@ -177,33 +215,63 @@ class Tokenizer:
 
   def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
     """The chat template's text of these messages. See `encode_chat`."""
+    if self.named_templates:
+      raise ValueError(
+        f"This model has the chat templates {[*self.named_templates]}, and none is named 'default'. Name one so in the "
+        "folder's tokenizer_config.json, or pass token ids."
+      )
     if self.chat_template is None:
       raise ValueError('This model has no chat template: encode plain text with encode().')
     for message in messages:
       if not {'role', 'content'} <= message.keys():
         raise ValueError(f"A chat message needs 'role' and 'content'; one came with {sorted(message)}.")
-    jinja2 = _import_demo('jinja2')
+    _import_demo('jinja2')
+    ends = {'bos_token': self.token(self.bos_id), 'eos_token': self.token(self.eos_ids[0] if self.eos_ids else None)}
+    given = {'messages': messages, 'add_generation_prompt': add_generation_prompt, 'tools': None, 'documents': None}
     try:
-      return _template(self.chat_template).render(
-        messages=messages,
-        add_generation_prompt=add_generation_prompt,
-        tools=None,
-        documents=None,
-        bos_token=self._token(self.bos_id),
-        eos_token=self._token(self.eos_ids[0] if self.eos_ids else None),
-      )
-    except jinja2.TemplateError as error:
-      raise ValueError(f'The chat template refuses these messages: {error}') from error
+      return _template(self.chat_template).render({**ends, **dict(self.special_tokens), **given})
+    except Exception as error:  # whatever an expression of the template raises
+      raise ValueError(f'The chat template refuses these messages: {type(error).__name__}: {error}') from error
 
-  def _token(self, token_id: int | None) -> str:
-    return '' if token_id is None else self.backend.id_to_token(token_id)
+  def turn_end(self) -> int | None:
+    """Return the special token that the chat template writes after an answer; None if it writes none there."""
+    answer = 'zyxw'
+    messages = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': answer}]
+    try:
+      _, found, rest = self.render(messages, False).rpartition(answer)
+    except ValueError:
+      return None
+    first = self.encode(rest.strip())[:1] if found else []
+    return first[0] if self.special_ids.issuperset(first) and first else None
+
+  def token(self, token_id: int | None) -> str:
+    """Return how a token is written; '' for None and for ids outside the vocabulary."""
+    return '' if token_id is None else self.backend.id_to_token(token_id) or ''
 
 
 @functools.lru_cache(maxsize=8)
 def _template(source: str):
-  """The compiled Jinja template. Its source comes with the weights, so it is not trusted: the sandbox keeps it in."""
-  jinja2, sandbox = _import_demo('jinja2'), _import_demo('jinja2.sandbox')
-  extensions = ['jinja2.ext.loopcontrols']
+  """Compile a Jinja template. Its source comes with the weights, so it is not trusted: the sandbox contains it.
+
+  transformers would render the same, but importing it takes a second, and nothing else of a GGUF file needs it.
+  """
+  jinja2, sandbox, ext = (_import_demo(name) for name in ('jinja2', 'jinja2.sandbox', 'jinja2.ext'))
+  extension: Any = ext.Extension
+
+  class Generation(extension):
+    """`{% generation %}`, which marks an answer for those who train on it, and changes nothing of the text."""
+
+    tags = {'generation'}
+
+    def parse(self, parser):
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(['name:endgeneration'], drop_needle=True)
+      return jinja2.nodes.CallBlock(self.call_method('unchanged'), [], [], body).set_lineno(line)
+
+    def unchanged(self, caller):
+      return caller()
+
+  extensions = ['jinja2.ext.loopcontrols', Generation]
   environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
   def raise_exception(reason: str):
@@ -360,4 +428,6 @@ def _prompt_of(record: Any, place: str) -> str:
   prompt = record.get('prompt') if isinstance(record, Mapping) else None
   if not isinstance(prompt, str):
     raise ValueError(f'{place} has no "prompt" string: give each JSON object one.')
+  if not is_unicode(prompt):
+    raise ValueError(f'{place}: the prompt {prompt!a:.80} holds half of a surrogate pair: write the whole character.')
   return prompt

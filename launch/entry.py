@@ -1,11 +1,11 @@
 """How a launcher starts, and how an error reaches its user."""
 
 import logging
-import os
 import signal
 import sys
 
 import jax
+import output
 from absl import app
 
 import eagle_jax
@@ -13,10 +13,10 @@ from eagle_jax.files import cache_folder
 
 
 def run(main, *, starts_often: bool = False):
-  """absl's `app.run`, with a compile cache that lasts, and bad input as one line and exit code 2.
+  """Run `main` through absl, with a persistent compilation cache; bad input ends in one line and exit code 2.
 
-  An interrupt is one line too, and a reader of the output that has gone is none: both with a shell's exit code. One
-  that `starts_often` finds its few programs without tracing them.
+  An interrupt is one line too, and a reader of the output that closed it is no error: both end with a shell's exit
+  code. A launcher that `starts_often` keeps its compiled programs, and finds them without tracing.
   """
 
   def checked(argv):
@@ -35,19 +35,18 @@ def run(main, *, starts_often: bool = False):
       main(argv)
       sys.stdout.flush()
     except BrokenPipeError:  # `head` has read enough
-      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left once more
+      output.drop()
       sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
       print('interrupted', file=sys.stderr)
       sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
-      print('error:', '; '.join(map(str.strip, str(error).splitlines())), file=sys.stderr)
-      sys.exit(2)
+      output.fail(str(error))
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
       advice = 'fewer rows (--batch_size), fewer tokens, --dtype=bfloat16, or more devices a model (--num_model)'
-      print(f'error: memory does not suffice ({str(error).splitlines()[0]}): take {advice}.', file=sys.stderr)
-      sys.exit(2)
+      output.fail(f'memory does not suffice ({str(error).splitlines()[0]}): take {advice}.')
 
+  output.prepare()
   app.run(checked)

@@ -21,7 +21,7 @@ from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.weights import fetch, folder, naming, rope
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
-from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
+from tiny_files import TINY, TINY_DRAFTER, byte_metadata, random_tensors, write_gguf
 
 HF_CONFIG = {
   'model_type': 'llama',
@@ -76,6 +76,39 @@ def assert_same(a, b):
 def test_gguf_path(target):
   assert (target.config.width, target.config.eos_ids, target.tokenizer) == (32, (3, 4), None)
   assert {leaf.dtype for leaf in jax.tree.leaves(target.params)} == {jnp.dtype('float32')}
+
+
+CHAT_ML = (
+  '{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}'
+  '{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}'
+)
+
+
+@pytest.mark.parametrize(
+  ('template', 'eos_ids', 'expected'),
+  [(CHAT_ML, (0, 0), (0, 258)), (CHAT_ML, (258, 0), (258, 0)), (None, (0, 0), (0,))],
+)
+def test_what_ends_an_answer_in_the_chat_template_ends_a_text(tmp_path, caplog, template, eos_ids, expected):
+  """As in the first GGUF files of Llama-3-Instruct, whose end of text is the base model's."""
+  config = dataclasses.replace(TINY, vocab_size=259, eos_ids=eos_ids)
+  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
+  extra = byte_metadata(eos_token_id=None)
+  extra |= {} if template is None else {'tokenizer.chat_template': template}
+  path = write_gguf(tmp_path / 'tiny.gguf', tensors, config=config, extra=extra)
+  target = hub.load_target(path)
+  assert target.config.eos_ids == target.tokenizer.eos_ids == expected
+  assert hub.read_target_config(path) == target.config
+  assert ('<|end|>' in caplog.text) == (expected == (0, 258))
+
+
+def test_a_tokenizer_that_does_not_fit_names_its_file(tmp_path):
+  config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(0, 0))
+  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
+  path = write_gguf(
+    tmp_path / 'tiny.gguf', tensors, config=config, extra=byte_metadata(merges=['x y z'], eos_token_id=None)
+  )
+  with pytest.raises(ValueError, match=str(path)):
+    hub.load_target(path)
 
 
 def test_dtype(gguf_path):

@@ -1,7 +1,9 @@
 """The launchers as a user runs them: standard output, standard error, exit codes."""
 
+import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +21,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.train.configuration import read_configuration
 from eagle_jax.weights import naming
-from tiny_files import TINY, random_tensors, write_gguf
+from tiny_files import TINY, byte_metadata, random_tensors, write_gguf
 
 ROOT = Path(__file__).parents[1]
 DRAFTER = DrafterConfig(vocab_size=11, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64)
@@ -32,6 +34,15 @@ def files(tmp_path_factory):
   path = write_gguf(folder / 'tiny.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True)))
   hub.save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(0))), folder / 'drafter')
   return [f'--target={path}', f'--drafter={folder / "drafter"}']
+
+
+@pytest.fixture(scope='module')
+def byte_level_target(tmp_path_factory):
+  """A GGUF file of a tiny target with a tokenizer of bytes."""
+  folder = tmp_path_factory.mktemp('byte_level')
+  config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(258, 257))
+  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
+  return write_gguf(folder / 'bytes.gguf', tensors, config=config, extra=byte_metadata(eos_token_id=None))
 
 
 def started(name, *flags):
@@ -242,6 +253,59 @@ def test_a_reader_that_has_gone_is_no_error(files):
     stderr = process.stderr.read()
   assert process.returncode == 141
   assert 'error' not in stderr.lower()
+
+
+@pytest.mark.parametrize(
+  ('redirection', 'reason'), [('>&-', 'standard output is closed'), ('>/dev/full', 'No space left on device')]
+)
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(files, redirection, reason):
+  command = shlex.join([sys.executable, str(ROOT / 'launch' / 'convert.py'), *files])
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(['sh', '-c', f'{command} {redirection}'], stderr=subprocess.PIPE, text=True, env=environment)
+  assert done.returncode == 2
+  *_, line = done.stderr.splitlines()
+  assert line.startswith('error: ')
+  assert reason in line
+  assert 'Traceback' not in done.stderr
+  assert 'Exception' not in done.stderr
+
+
+def test_closed_standard_error_leaves_standard_output_alone(files):
+  command = shlex.join([sys.executable, str(ROOT / 'launch' / 'convert.py'), *files, '--json'])
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(['sh', '-c', f'{command} 2>&-'], stdout=subprocess.PIPE, text=True, env=environment)
+  assert done.returncode == 0
+  assert json.loads(done.stdout)['kind'] == 'EAGLE-1/2'
+
+
+def test_a_character_that_a_terminal_lacks_is_escaped(files, tmp_path, monkeypatch):
+  named = dataclasses.replace(DRAFTER, name='caf\u00e9')
+  hub.save_drafter(Drafter(named, Eagle(named).init_params(jax.random.key(0))), tmp_path / 'drafter')
+  monkeypatch.setenv('PYTHONIOENCODING', 'ascii')
+  done = launch('convert', files[0], f'--drafter={tmp_path / "drafter"}')
+  assert done.returncode == 0, done.stderr
+  assert 'drafter: caf\\xe9\n' in done.stdout
+  assert 'parameters: ' in done.stdout
+
+
+def test_a_prompt_that_is_not_unicode_is_one_line_and_exit_code_2(byte_level_target):
+  done = launch('generate', f'--target={byte_level_target}', '--drafter=', '--prompt', os.fsdecode(b'caf\xe9 au lait'))
+  assert done.returncode == 2, done.stderr
+  *_, line = done.stderr.splitlines()
+  assert line.startswith('error: ')
+  assert 'au lait' in line
+  assert 'Traceback' not in done.stderr
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(files, tmp_path):
+  flags = [*files, '--to=safeailab', f'--out={tmp_path / "out"}']
+  command = shlex.join([sys.executable, str(ROOT / 'launch' / 'convert.py'), *flags])
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_ENABLE_COMPILATION_CACHE': 'false'}
+  done = subprocess.run(['sh', '-c', f'ulimit -f 8; {command}'], stderr=subprocess.PIPE, text=True, env=environment)
+  assert done.returncode == 2, done.stderr
+  *_, line = done.stderr.splitlines()
+  assert line.startswith('error: ')
+  assert str(tmp_path / 'out') in line
 
 
 def test_help_explains_every_flag():

@@ -4,15 +4,19 @@ import gzip
 import json
 import os
 import random
+import re
 import unicodedata
 
 import pytest
 
-from eagle_jax.text import Detokenizer, Tokenizer, read_prompts
-
 pytest.importorskip('tokenizers')
 pytest.importorskip('jinja2')
-gguf = pytest.importorskip('gguf')
+pytest.importorskip('gguf')
+
+import gguf
+
+from eagle_jax.text import Detokenizer, Tokenizer, read_prompts
+from tiny_files import byte_letters, byte_metadata
 
 STRINGS = (
   '',
@@ -26,29 +30,6 @@ STRINGS = (
   "don't, we'll, I'VE",
   'e\u0301 \u200b \ufeff \x00 \ufffd',
 )
-
-
-def byte_letters() -> list[str]:
-  """The letter that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
-  printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-  others = [byte for byte in range(256) if byte not in printable]
-  letter = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-  return [letter[byte] for byte in range(256)]
-
-
-def byte_metadata(**changes) -> dict:
-  """GGUF metadata of a tokenizer whose ids 0..255 are bytes, 256 an ordinary word, 257 and 258 special."""
-  prefix = 'tokenizer.ggml.'
-  fields = {
-    'model': 'gpt2',
-    'pre': 'smollm',
-    'tokens': [*byte_letters(), 'ab', '<|bos|>', '<|end|>'],
-    'token_type': [1] * 257 + [3, 3],
-    'merges': ['a b'],
-    'bos_token_id': 257,
-    'eos_token_id': 258,
-  }
-  return {prefix + name: value for name, value in (fields | changes).items() if value is not None}
 
 
 def test_essential_ids_are_digits_and_special_tokens():
@@ -170,6 +151,11 @@ def test_qwen2_composes():
 
 
 TEMPLATES = {
+  'answers marked': (
+    '{% for m in messages %}{% if m.role == "user" %}<|user|>{{ m.content }}{% else %}{% generation %}{{ m.content }}'
+    '{% set x = 1 %}{% endgeneration %}{{ x }}{% endif %}{% endfor %}'
+  ),
+  'other special tokens': '{{ unk_token }}{{ bos_token }}{{ messages[0].content }}{{ pad_token }}{{ mask_token }}',
   'several': {'tool_use': '{{ tools }}', 'default': '{% for m in messages %}{{ m.content }}{% endfor %}'},
   'plain': '{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}',
   'tools, dates and JSON': (
@@ -187,7 +173,12 @@ def folder_and_theirs(request, byte_tokenizer, tmp_path):
   backend = byte_tokenizer.backend
   backend.enable_truncation(3)
   theirs = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, bos_token='<|bos|>', eos_token='<|end|>', chat_template=TEMPLATES[request.param]
+    tokenizer_object=backend,
+    bos_token='<|bos|>',
+    eos_token='<|end|>',
+    unk_token='<|bos|>',
+    pad_token='<|end|>',
+    chat_template=TEMPLATES[request.param],
   )
   theirs.save_pretrained(tmp_path)
   return tmp_path, theirs
@@ -239,6 +230,29 @@ def test_the_folder_of_a_llama_2(tmp_path):
     assert ''.join(in_pieces(ours, ids, iter([1] * 1000))) == ours.decode(ids)
 
 
+def test_a_byte_level_tokenizer_labelled_as_llama_s_keeps_its_blanks(byte_tokenizer, tmp_path):
+  """As DeepSeek-R1-Distill-Llama's is; some releases of transformers put SentencePiece's normalizer into it."""
+  transformers = pytest.importorskip('transformers')
+  theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer.backend, bos_token='<|bos|>')
+  theirs.save_pretrained(tmp_path)
+  path = tmp_path / 'tokenizer_config.json'
+  path.write_text(json.dumps({**json.loads(path.read_text()), 'tokenizer_class': 'LlamaTokenizerFast'}))
+  text = 'hello world, how are\nyou'
+  assert Tokenizer.from_folder(tmp_path).encode(text) == list(text.encode())
+
+
+def test_named_templates_without_a_default_are_listed(byte_tokenizer, tmp_path):
+  transformers = pytest.importorskip('transformers')
+  theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer.backend, bos_token='<|bos|>')
+  theirs.chat_template = {'tool_use': 'a', 'rag': 'b'}
+  theirs.save_pretrained(tmp_path)
+  ours = Tokenizer.from_folder(tmp_path)
+  assert ours.has_chat_template
+  assert ours.encode('ab') == [256]
+  with pytest.raises(ValueError, match=r"\['rag', 'tool_use'\]"):
+    ours.encode_prompt('a')
+
+
 def test_folders_without_a_tokenizer_or_with_a_broken_one(tmp_path):
   assert Tokenizer.from_folder(tmp_path) is None
   (tmp_path / 'tokenizer.json').write_text('{"model": ')
@@ -266,10 +280,55 @@ def test_template_sees_messages_and_special_tokens():
 
 def test_template_errors_are_clear():
   refusing = with_template("{{ raise_exception('roles must alternate') }}")
-  with pytest.raises(ValueError, match='refuses these messages: roles must alternate'):
+  with pytest.raises(ValueError, match='roles must alternate'):
     refusing.encode_prompt('a')
   with pytest.raises(ValueError, match="needs 'role' and 'content'; one came with"):
     refusing.encode_chat([{'text': 'a'}])
+
+
+@pytest.mark.parametrize(
+  ('template', 'content', 'value'),
+  [
+    ('{{ messages[0].content + 1 }}', 'a', 'TypeError'),
+    ('{% for m in messages %}{{ m.content + eos_token }}{% endfor %}', None, 'TypeError'),
+    ('{{ 1 // 0 }}', 'a', 'ZeroDivisionError'),
+    ('{{ messages[0].content.encode("x") }}', 'a', 'LookupError'),
+    ('{% if %}', 'a', 'TemplateSyntaxError'),
+  ],
+)
+def test_what_a_template_raises_is_a_value_error(template, content, value):
+  with pytest.raises(ValueError, match=value):
+    with_template(template).render([{'role': 'user', 'content': content}], True)
+
+
+def test_a_template_of_a_gguf_file_sees_its_special_tokens():
+  metadata = byte_metadata(unknown_token_id=256, padding_token_id=258)
+  metadata['tokenizer.chat_template'] = '{{ unk_token }}{{ bos_token }}{{ messages[0].content }}{{ pad_token }}'
+  assert Tokenizer.from_gguf(metadata).encode_prompt('c') == [256, 257, 0x63, 258]
+
+
+@pytest.mark.parametrize('text', ['ok \ud83d bad', 'caf\udce9 au lait'])
+@pytest.mark.parametrize('template', [None, '{{ messages[0].content }}'])
+def test_text_that_is_not_unicode_is_named(text, template):
+  tokenizer = Tokenizer.from_gguf({**byte_metadata(), 'tokenizer.chat_template': template})
+  for encode in (tokenizer.encode, tokenizer.encode_prompt):
+    with pytest.raises(ValueError, match=re.escape(ascii(text))):
+      encode(text)
+
+
+@pytest.mark.parametrize(
+  ('template', 'end'),
+  [
+    ('{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}', 258),
+    ('{% for m in messages %} {{ m.content }} {{ bos_token }}{% endfor %}', 257),
+    ('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}', None),
+    ('{{ messages[0].content }}', None),
+    ('{{ raise_exception("no answers") }}', None),
+  ],
+)
+def test_what_a_template_ends_an_answer_with(template, end):
+  assert with_template(template).turn_end() == end
+  assert Tokenizer.from_gguf(byte_metadata()).turn_end() is None
 
 
 def test_template_cannot_reach_into_python():
@@ -284,11 +343,17 @@ def test_template_cannot_reach_into_python():
     ({'pre': 'unheard-of'}, "'unheard-of'"),
     ({'merges': None}, 'merges'),
     ({'model': 'llama'}, 'scores'),
+    ({'merges': ['a b'], 'tokens': [*byte_letters(), 'x', '<|bos|>', '<|end|>']}, 'tiny.gguf'),
+    ({'merges': ['ab']}, 'tiny.gguf'),
+    ({'merges': ['a b c']}, 'tiny.gguf'),
+    ({'merges': [3]}, 'tiny.gguf'),
+    ({'token_type': [1]}, 'tiny.gguf'),
+    ({'tokens': [3, 4], 'token_type': [1, 1]}, 'tiny.gguf'),
   ],
 )
 def test_other_tokenizers_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    Tokenizer.from_gguf(byte_metadata(**changes))
+    Tokenizer.from_gguf(byte_metadata(**changes), source='tiny.gguf')
 
 
 @pytest.mark.parametrize('text', STRINGS)
@@ -422,6 +487,7 @@ def test_a_file_of_prompts_may_be_one_json_array(tmp_path, name, content, prompt
     (b'[\n  {"prompt": "one"}', 'prompts.txt'),
     (b'{\n"prompt": "one"\n}\n{\n"prompt": "two"\n}', 'prompts.txt'),
     (b'Why?\n[{"role": "user", "content": "a"}]', 'prompts.txt, line 2'),
+    (b'Why?\n{"prompt": "ok \\ud83d bad"}', 'prompts.txt, line 2'),
   ],
 )
 def test_bad_files_of_prompts(tmp_path, content, value):

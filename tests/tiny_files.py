@@ -22,6 +22,29 @@ def random_tensors(table: naming.Table, seed: int = 0) -> dict[str, np.ndarray]:
   return {name: rng.standard_normal(table.entries[name].shape, dtype=np.float32) for name in names}
 
 
+def byte_letters() -> list[str]:
+  """The letter that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+  printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+  others = [byte for byte in range(256) if byte not in printable]
+  letter = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+  return [letter[byte] for byte in range(256)]
+
+
+def byte_metadata(**changes) -> dict:
+  """GGUF metadata of a tokenizer whose ids 0..255 are bytes, 256 an ordinary word, 257 and 258 special."""
+  prefix = 'tokenizer.ggml.'
+  fields = {
+    'model': 'gpt2',
+    'pre': 'smollm',
+    'tokens': [*byte_letters(), 'ab', '<|bos|>', '<|end|>'],
+    'token_type': [1] * 257 + [3, 3],
+    'merges': ['a b'],
+    'bos_token_id': 257,
+    'eos_token_id': 258,
+  }
+  return {prefix + name: value for name, value in (fields | changes).items() if value is not None}
+
+
 def write_gguf(path, tensors, *, config=TINY, arch='llama', leave_out=(), extra=None, quantised=()):
   """A GGUF file as converters write it; `quantised` tensors become Q8_0, the rest stay float32."""
   writer = gguf.GGUFWriter(path, arch)
@@ -44,7 +67,8 @@ def write_gguf(path, tensors, *, config=TINY, arch='llama', leave_out=(), extra=
   writer.add_eos_token_id(config.eos_ids[0])
   writer.add_eot_token_id(config.eos_ids[1])
   for name, value in (extra or {}).items():
-    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+    adders = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add = adders[type(value)]
     add(name, value)
   for name, array in tensors.items():
     if name in quantised:
