@@ -2,27 +2,38 @@
 
 Names carry shapes; one letter is one dimension, everywhere:
 
-    B batch rows       L tokens in this call    S cache slots     T tree nodes, root included
+    B batch (sequences)    L tokens in this call    S cache slots     T tree nodes, root included
     W frontier width   C children per node      A candidates before rerank     P path slots, max_depth + 1
     D model width      H query heads   G kv heads   J query heads a kv head   K head dim   F ffn width
     Q a kv head's queries, its key, its value (J + 2)
-    V target vocab     U draft vocab   R rows of work (B x T, one column each)   N new tokens
-    M new rows beside the cache        Z sizes of a target pass     d depths      E experts
+    V target vocab     U draft vocab   R columns of activations (B x T)   N new tokens
+    M new entries beside the cache        Z sizes of a target pass     d depths      E experts
     X, Y values measured at            n, 1 any number, one
 
-`p` is the target and `q` the drafter. Read in this order: tree, cache, sampling, models/layers,
-models/transformer, policy/adaptive, policy/trees, policy/costs, draft/ngram, draft/expand, draft/eagle, draft/eagle3,
+`p` is the target and `q` the drafter. Read in this order: tree, cache, sampling, models/layers, models/transformer,
+policy/trees, policy/adaptive, policy/costs, draft/interface, draft/lookup, draft/expand, draft/eagle, draft/eagle3,
 decode/verify, decode/commit, decode/prefill, decode/step, decode/generate.
 """
 
+from importlib.metadata import PackageNotFoundError, version
+
 from eagle_jax import decode
-from eagle_jax.decode.stored import keep_programs
+from eagle_jax.decode import Generation, generate, stream
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.hub import load_drafter, load_target, save_drafter
 from eagle_jax.models.transformer import Target
-from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, StaticTree
+from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.costs import Costs
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
+from eagle_jax.sampling import GumbelMax
+from eagle_jax.sharding import make_mesh
+
+try:
+  __version__ = version('eagle_jax')
+except PackageNotFoundError:  # imported from a folder that was not installed
+  __version__ = 'unknown'
 
 __all__ = [
-  'Adaptive', 'Chain', 'Drafter', 'DynamicTree', 'StaticTree', 'Target', 'decode', 'keep_programs', 'load_drafter',
-  'load_target', 'save_drafter',
+  'Adaptive', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'Generation', 'GumbelMax', 'Plain', 'StaticTree', 'Target',
+  'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
 ]  # fmt: skip

@@ -125,8 +125,8 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   Embedding and head stay the target's, but for EAGLE-3, which has a head of its own.
 
   Args:
-    name_or_path: a shipped name, or a folder with config.json (ours or a published head's) and safetensors or
-      pytorch_model.bin, of which nothing is executed.
+    name_or_path: a shipped name; 'ngram', which has no weights and fits every target; or a folder with config.json
+      (ours or a published head's) and safetensors or pytorch_model.bin, of which nothing is executed.
     target: the model it drafts for.
     dtype: of the parameters, as in `load_target`; None means the target's. 'int8' means the target's with matrices in
       8 bits, see `Drafter.quantised`.
@@ -136,6 +136,8 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
       another target, or a target that is none.
   """
   require_pair(target, None)
+  if (kind := kinds.KINDS.get(str(name_or_path))) and kind.for_target:
+    return Drafter(kind.for_target(target.config), {})
   path = _drafter_folder(name_or_path)
   content = folder.read_config(path)
   config = kinds.read_drafter_config(path, content, target.config)
@@ -170,13 +172,18 @@ def shipped_drafters() -> list[str]:
   return sorted(path.parent.name for path in _ASSETS.glob('*/config.json'))
 
 
+def known_drafters() -> list[str]:
+  """List the names that `load_drafter` takes: of drafters inside this package, and of kinds without weights."""
+  return [*shipped_drafters(), *(name for name, kind in kinds.KINDS.items() if kind.for_target)]
+
+
 def _drafter_folder(name_or_path: str | Path) -> Path:
   if str(name_or_path) in shipped_drafters():
     return _ASSETS / str(name_or_path)
   path = _path(name_or_path)
   if not path.is_dir():
     raise ValueError(
-      f'Unknown drafter {str(name_or_path)!r}: no such folder, and the shipped names are {shipped_drafters()}. '
+      f'Unknown drafter {str(name_or_path)!r}: no such folder, and the known names are {known_drafters()}. '
       'Pass one of them, or a folder with config.json and model.safetensors.'
     )
   return path

@@ -5,8 +5,9 @@ of the token being drawn (seed, row id, absolute position), not to a tree node o
 whatever is drafted, and temperature 0 is greedy decoding in the same program.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +71,11 @@ def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> ja
 def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.Array:
   """The largest u32 `t` for which the weights of `order >= t` sum to `need`: a bisection bit by bit, never a sort."""
 
-  def settle(i, t):
+  def decide_bit(i, t):
     candidate = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
     return jnp.where(jnp.where(order_V >= candidate, weight_V, 0).sum() >= need, candidate, t)
 
-  return jax.lax.fori_loop(0, 32, settle, jnp.uint32(0))
+  return jax.lax.fori_loop(0, 32, decide_bit, jnp.uint32(0))
 
 
 def _order(x_V: jax.Array) -> jax.Array:
@@ -139,3 +140,40 @@ def _chosen(of: Callable, logits_V: jax.Array, sampling: Sampling, row_id, posit
     return jax.lax.cond(is_filtered, filtered, lambda: drawn(logits_V))
 
   return jax.lax.cond(sampling.temperature > 0, sampled, lambda: of(logits_V))
+
+
+class Chooser(Protocol):
+  """The acceptance rule: which token follows a node, be it drafted or not. Frozen, hashable, without arrays."""
+
+  @property
+  def name(self) -> str:
+    """For statistics; a rule that may change the text has `lossy` in it."""
+    ...
+
+  def choose(self, logits_V: jax.Array, child_T: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
+    """[] i32: the token at `position`. A child that is this token is accepted.
+
+    Args:
+      logits_V: [V] f32, the target's, after the path that ends before `position`.
+      child_T: [T] i32, the tokens drafted there, NO_TOKEN elsewhere. A lossless rule does not look at them.
+      sampling: how to draw.
+      row_id, position: [] i32, see `position_noise`.
+    """
+    ...
+
+  def noise(self, sampling: Sampling, row_id, position, token_U: jax.Array) -> jax.Array:
+    """[U] f32: what the rule adds to the logits of these tokens at `position`, as far as drafters may know it."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GumbelMax:
+  """Choose the token with the largest perturbed logit: lossless, and the seed fixes the text."""
+
+  name: ClassVar[str] = 'gumbel-max'
+
+  def choose(self, logits_V: jax.Array, child_T: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
+    return choose(logits_V, sampling, row_id, position)
+
+  def noise(self, sampling: Sampling, row_id, position, token_U: jax.Array) -> jax.Array:
+    return perturbation(sampling, row_id, position, token_U)

@@ -32,13 +32,14 @@ def root_only(token_B: jax.Array) -> Candidates:
 
 
 def rerank(candidates: Candidates, *, num_nodes: int) -> DraftTree:
-  """Keeps one row's `num_nodes` best candidates (the root always) in their order, and renumbers their parents.
+  """Keep one sequence's `num_nodes` best candidates (the root always) in their order, and renumbers their parents.
 
-  Always a tree: no child outscores its parent, and top_k breaks ties toward the lower number, where parents live.
+  Always a tree: no child outscores its parent, and top_k breaks ties toward the lower number, where parents live. What
+  scores -inf is never kept: it ends as an unused node.
   """
   _, kept_T = jax.lax.top_k(candidates.score, num_nodes)
   kept_T = jnp.sort(kept_T)
-  token_T = candidates.token[kept_T]
+  token_T = jnp.where(candidates.score[kept_T] > -jnp.inf, candidates.token[kept_T], NO_TOKEN)
   parent_T = (kept_T[None, :] < candidates.parent[kept_T][:, None]).sum(axis=1, dtype=jnp.int32)
   parent_T = jnp.where(token_T == NO_TOKEN, 0, parent_T)  # the parent of an unused node may not have been kept
   return DraftTree(token_T, parent_T.at[0].set(NO_PARENT), candidates.log_q[kept_T])

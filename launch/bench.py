@@ -17,7 +17,7 @@ from eagle_jax.bench import questions
 from eagle_jax.bench.measure import Bench, identity
 from eagle_jax.bench.run import run
 from eagle_jax.bench.summary import markdown
-from eagle_jax.decode.auto import settle
+from eagle_jax.decode.auto import resolve_policy
 from eagle_jax.device import ran_on
 from eagle_jax.sharding import mesh_of
 
@@ -40,7 +40,7 @@ def main(_):
   tasks = FLAGS.tasks or questions.tasks_in(folder)
   asked = [question for task in tasks for question in questions.read_questions(folder, task, FLAGS.num_questions)]
   target, drafter = common.models()
-  policy, drafter, _ = settle(target, drafter, policy=how.pop('policy'))
+  policy, drafter, _ = resolve_policy(target, drafter, policy=how.pop('policy'))
   reports = {how.pop('temperature'): out}
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}

@@ -20,7 +20,7 @@ from eagle_jax.bench import questions
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.bench.tune import CONTEXTS, part_costs, tune
 from eagle_jax.evaluate import random_pairs
-from eagle_jax.policy import costs
+from eagle_jax.policy import cost_store, costs
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
@@ -49,7 +49,7 @@ def main(_):
     measure = functools.partial(tune, target, drafter, prompts, max_new_tokens=FLAGS.max_new_tokens, **how)
   for batch in FLAGS.batch:
     measured = measure(batch=batch)
-    path = costs.write(measured, FLAGS.out and Path(FLAGS.out).expanduser())
+    path = cost_store.write(measured, FLAGS.out and Path(FLAGS.out).expanduser())
     plot_costs(measured, path.with_suffix('.png'))
     print(json.dumps(dataclasses.asdict(measured)) if FLAGS.json else costs.table(measured))
     costs.warn_if_unsteady(measured)

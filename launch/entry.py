@@ -7,8 +7,9 @@ import sys
 import jax
 import output
 from absl import app
+from store import ProgramFolder
 
-import eagle_jax
+from eagle_jax.decode.program import use_store
 from eagle_jax.files import cache_folder
 
 
@@ -25,11 +26,11 @@ def run(main, *, starts_often: bool = False):
     log.propagate = False
     log.addHandler(logging.StreamHandler(sys.stderr))
     logging.getLogger().setLevel(logging.WARNING)  # what other libraries do step by step is no news
-    if starts_often:
-      eagle_jax.keep_programs(cache_folder() / 'programs')
-    else:
-      jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
     try:
+      if starts_often:
+        use_store(ProgramFolder(cache_folder() / 'programs'))
+      else:
+        jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
       if argv[1:]:
         raise ValueError(f'{argv[1:]} came without a flag: write --name=value, and quotes around a text with spaces.')
       main(argv)

@@ -7,6 +7,7 @@ length occurs; it looks at the noise as well, since a tree is lossless whatever 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,10 +19,12 @@ from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import Params, Spec
 from eagle_jax.decode.step import decode_loop, result
-from eagle_jax.draft.drafter import NoDrafter
 from eagle_jax.draft.expand import Children, first_width, grow
+from eagle_jax.draft.ngram import Ngram, NgramConfig
+from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import Plain
+from eagle_jax.sampling import GumbelMax, choose
 
 PRIME, ODD = 0x9E3779B1, 0x85EBCA6B
 
@@ -83,7 +86,7 @@ class OracleTarget:
 
 
 class Memory(NamedTuple):
-  """What the drafter remembers, all of it from `absorb`."""
+  """What the drafter remembers."""
 
   hash: jax.Array  # [B] u32, of the text up to the newest token, included
   position: jax.Array  # [B] i32, of the newest token
@@ -101,24 +104,20 @@ class OracleDrafter:
   vocab_size: int = 13
   hit: float = 0.8
 
-  def init(self, batch: int, num_slots: int) -> Memory:
-    return Memory(jnp.zeros(batch, jnp.uint32), jnp.zeros(batch, jnp.int32))
+  def start(self, params, token_BL, taps: Taps, length_B, num_slots: int) -> Memory:
+    # A prompt's own first token comes to no drafter as a token: only through its feature.
+    first = Memory(unpack(taps.feature)[:, 0], jnp.zeros(len(token_BL), jnp.int32))
+    return self.update(params, first, token_BL, taps, length_B)
 
-  def follow(self, params, state: Memory, token_BP, taps: Taps) -> tuple[jax.Array, jax.Array]:
-    return token_BP, unpack(taps.feature)
-
-  def absorb(self, state: Memory, followed, count_B) -> Memory:
-    token_BP, hash_BP = followed
+  def update(self, params, state: Memory, token_BP, taps: Taps, count_B) -> Memory:
     index_1P = jnp.arange(token_BP.shape[1])[None]
     part_BP = ingredient(token_BP, state.position[:, None] + 1 + index_1P)
     added_B = jnp.where(index_1P < count_B[:, None], part_BP, jnp.uint32(0)).sum(axis=1, dtype=jnp.uint32)
-    # A prompt's own first token comes to no drafter as a token: only through its feature.
-    first_B = jnp.where(state.position == 0, hash_BP[:, 0], jnp.uint32(0))
-    return Memory(state.hash + first_B + added_B, state.position + count_B)
+    return Memory(state.hash + added_B, state.position + count_B)
 
-  def propose(self, params, state: Memory, root_B, policy, outlook):
+  def propose(self, params, state: Memory, root_B, policy, context):
     def children(hash_BW, depth, fanout: int) -> Children:
-      noise_VB = outlook.noise(depth + 1, every_token(self.vocab_size, len(root_B)))
+      noise_VB = context.noise(depth + 1, every_token(self.vocab_size, len(root_B)))
       return self.children(hash_BW, noise_VB, fanout)
 
     def step(parents_BW, frontier, depth, fanout: int):
@@ -128,7 +127,7 @@ class OracleDrafter:
 
     roots = children(state.hash[:, None], 0, policy.fanouts[0])
     hash_BW = jnp.repeat(state.hash[:, None], first_width(policy), axis=1)
-    return grow(roots, step, hash_BW, root_B, policy, outlook)
+    return grow(roots, step, hash_BW, root_B, policy, context)
 
   def children(self, hash_BW, noise_VB, fanout: int) -> Children:
     """`fanout` different tokens a node; each rank is a quarter as likely to be the true one as the rank before."""
@@ -147,10 +146,27 @@ class OracleDrafter:
     )
 
 
-def build(policy: Any, *, vocab_size: int = 13, drafter: Any = None, economies: Any = ()) -> tuple[Params, Spec]:
+def ngram(vocab_size: int) -> Ngram:
+  """The drafter that looks the text up in itself."""
+  return Ngram(NgramConfig(vocab_size, target_width=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Perturbed(GumbelMax):
+  """A chooser that draws by another function than the one that it should."""
+
+  fault: Callable[..., jax.Array] = choose
+
+  def choose(self, logits_V, child_T, sampling, row_id, position):
+    return self.fault(logits_V, sampling, row_id, position)
+
+
+def build(
+  policy: Any, *, vocab_size: int = 13, drafter: Any = None, arrays: Any = (), chooser: Any = None
+) -> tuple[Params, Spec]:
   """Params (the pair has none) and spec of the oracle pair; `Plain()` takes no drafter."""
   drafter = NoDrafter() if isinstance(policy, Plain) else drafter or OracleDrafter(vocab_size)
-  return Params({}, {}, economies), Spec(OracleTarget(vocab_size), drafter, policy)
+  return Params({}, {}, arrays), Spec(OracleTarget(vocab_size), drafter, policy, chooser or GumbelMax())
 
 
 def decode(params: Params, spec: Spec, tokens_BL, length_B, *, loop=decode_loop, **request) -> tuple[jax.Array, ...]:

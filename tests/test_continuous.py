@@ -14,7 +14,8 @@ from eagle_jax.decode import batching
 from eagle_jax.decode.program import Program
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain
+from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain
 from test_cost import COSTS
 from test_decode import compile_events
 
@@ -134,7 +135,7 @@ def test_an_answer_is_there_before_the_rest_is_made(target, prompts):
 
 
 def test_the_last_answers_do_not_wait_for_each_other(target, prompts):
-  with mock.patch.object(batching.Rows, '_harvest', autospec=True, side_effect=batching.Rows._harvest) as harvest:
+  with mock.patch.object(batching.Batcher, '_harvest', autospec=True, side_effect=batching.Batcher._harvest) as harvest:
     answers = decode.generate_each(target, None, prompts, batch_size=3, max_new_tokens=NUM_NEW)
     num_harvests = [harvest.call_count for _ in answers]
   assert len(prompts) > 4
@@ -168,7 +169,7 @@ def test_a_batch_of_no_rows_is_an_error(target, prompts, batch_size):
 
 
 def test_auto_knows_that_refilled_rows_do_not_wait():
-  waiting, refilled = COSTS.at_batch(4), COSTS.at_batch(4, waits=False)
+  waiting, refilled = COSTS.at_batch(4), COSTS.at_batch(4, is_refilled=True)
   for one, other in zip(
     sorted(waiting.policies, key=lambda rate: rate.kind),
     sorted(refilled.policies, key=lambda rate: rate.kind),

@@ -23,9 +23,11 @@ from eagle_jax.decode.program import Program
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.evaluate.trace import Nodes, Traced, trace
+from eagle_jax.policy import cost_store
 from eagle_jax.policy import costs as cost
+from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between, times_of_rows
-from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain
 from eagle_jax.sharding import make_mesh
 
 SHORT = Times(
@@ -114,71 +116,73 @@ def test_where_rows_are_free_a_batch_drafts_too(tau, best):
 
 
 @pytest.mark.parametrize(
-  ('platform', 'batch', 'policy'),
+  ('num_free', 'batch', 'policy'),
   [
-    ('cpu', 1, Chain(3, lookup=True)),
-    ('cpu', 2, Chain(1, lookup=True)),
-    ('cpu', 3, Plain()),
-    ('gpu', 1, DynamicTree(lookup=True)),
-    ('tpu', 4, DynamicTree(lookup=True)),
-    ('gpu', 16, DynamicTree(num_nodes=16, lookup=True)),
-    ('gpu', 64, Chain(3, lookup=True)),
-    ('tpu', 128, Chain(1, lookup=True)),
-    ('gpu', 1000, Plain()),
+    (4, 1, Chain(3, lookup=True)),
+    (4, 2, Chain(1, lookup=True)),
+    (4, 3, Plain()),
+    (256, 1, DynamicTree(lookup=True)),
+    (256, 4, DynamicTree(lookup=True)),
+    (256, 16, DynamicTree(num_nodes=16, lookup=True)),
+    (256, 64, Chain(3, lookup=True)),
+    (256, 128, Chain(1, lookup=True)),
+    (256, 1000, Plain()),
   ],
 )
-def test_a_guess_is_smaller_for_a_batch(platform, batch, policy):
-  assert auto.guessed_policy(batch, platform=platform) == policy
+def test_a_guess_is_smaller_for_a_batch(num_free, batch, policy):
+  assert auto.guessed_policy(batch, num_free=num_free) == policy
 
 
-def economy(policy=COSTS.policies[0].policy, *, num_slots=100, temperature=0.0):
-  return COSTS.economies(policy).at(num_slots=num_slots, temperature=temperature)
+def cost_model(policy=COSTS.policies[0].policy, *, num_slots=100, temperature=0.0):
+  return COSTS.tables(policy).at(num_slots=num_slots, temperature=temperature)
 
 
-def test_an_economy_is_what_the_policy_reads():
-  found = economy()
+def test_a_cost_model_is_what_the_policy_reads():
+  found = cost_model()
   np.testing.assert_allclose([found.level_tokens, found.node_tokens], 2)  # the best policy's speedup
-  np.testing.assert_allclose(found.prices.plain_ms, 10)
-  np.testing.assert_allclose(found.prices.verify_ms, [10, 11, 17])
-  np.testing.assert_allclose(found.prices.draft_ms, [2, 3, 3])
-  np.testing.assert_allclose(found.gains.growth, [0.6, 0.5, 0.5])
-  np.testing.assert_allclose(found.gains.values(np.asarray([-3, -1.5, 0, -np.inf])), [0.1, 0.5, 0.9, 0], atol=1e-6)
+  np.testing.assert_allclose(found.costs.plain_ms, 10)
+  np.testing.assert_allclose(found.costs.verify_ms, [10, 11, 17])
+  np.testing.assert_allclose(found.costs.draft_ms, [2, 3, 3])
+  np.testing.assert_allclose(found.acceptance.growth, [0.6, 0.5, 0.5])
+  np.testing.assert_allclose(found.acceptance.values(np.asarray([-3, -1.5, 0, -np.inf])), [0.1, 0.5, 0.9, 0], atol=1e-6)
 
 
-def test_a_larger_cache_has_prices_of_its_own():
-  np.testing.assert_allclose(economy(num_slots=300).prices.verify_ms, [12, 15, 27])
-  np.testing.assert_allclose(economy(num_slots=300).prices.draft_ms, [4, 4, 4])
-  np.testing.assert_allclose(economy(num_slots=150).prices.plain_ms, 10.5)
-  np.testing.assert_allclose(economy(num_slots=500).prices.verify_ms, [14, 19, 37], rtol=1e-6)
-  np.testing.assert_allclose(economy(num_slots=16).prices.verify_ms, [10, 11, 17])
-  np.testing.assert_allclose(economy(num_slots=300).gains.growth, economy().gains.growth)
+def test_a_larger_cache_has_costs_of_its_own():
+  np.testing.assert_allclose(cost_model(num_slots=300).costs.verify_ms, [12, 15, 27])
+  np.testing.assert_allclose(cost_model(num_slots=300).costs.draft_ms, [4, 4, 4])
+  np.testing.assert_allclose(cost_model(num_slots=150).costs.plain_ms, 10.5)
+  np.testing.assert_allclose(cost_model(num_slots=500).costs.verify_ms, [14, 19, 37], rtol=1e-6)
+  np.testing.assert_allclose(cost_model(num_slots=16).costs.verify_ms, [10, 11, 17])
+  np.testing.assert_allclose(cost_model(num_slots=300).acceptance.growth, cost_model().acceptance.growth)
 
 
 def test_sampled_text_has_values_of_its_own():
   log_q = np.asarray([-4, -2.5, -1, 0])
-  np.testing.assert_allclose(economy(temperature=1.0).gains.values(log_q), [0, 0.3, 0.6, 0.6], atol=1e-6)
-  np.testing.assert_allclose(economy(temperature=1.0).gains.growth, [0.4, 0.4, 0.4])
-  np.testing.assert_allclose(economy(temperature=1.5).gains.growth, [0.4, 0.4, 0.4])
-  np.testing.assert_allclose(economy(temperature=0.25).gains.values(log_q)[-1], 0.75 * 0.9 + 0.25 * 0.6, atol=1e-6)
-  np.testing.assert_allclose(economy(temperature=0.25).prices.verify_ms, economy().prices.verify_ms)
+  np.testing.assert_allclose(cost_model(temperature=1.0).acceptance.values(log_q), [0, 0.3, 0.6, 0.6], atol=1e-6)
+  np.testing.assert_allclose(cost_model(temperature=1.0).acceptance.growth, [0.4, 0.4, 0.4])
+  np.testing.assert_allclose(cost_model(temperature=1.5).acceptance.growth, [0.4, 0.4, 0.4])
+  np.testing.assert_allclose(
+    cost_model(temperature=0.25).acceptance.values(log_q)[-1], 0.75 * 0.9 + 0.25 * 0.6, atol=1e-6
+  )
+  np.testing.assert_allclose(cost_model(temperature=0.25).costs.verify_ms, cost_model().costs.verify_ms)
 
 
 def test_thresholds_are_tokens_a_plain_step():
-  found = economy(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2)))
+  found = cost_model(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2)))
   np.testing.assert_allclose([found.level_tokens, found.node_tokens], [3, 2])
-  with pytest.raises(ValueError, match='two numbers'):
+  with pytest.raises(ValueError, match='two finite numbers'):
     Adaptive(2, 2, 3, 6, thresholds=(1,))
 
 
 def test_what_is_stored_is_found(here):
-  assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
-  path = cost.write(COSTS)
-  assert cost.read(path) == COSTS
-  cost.write(dataclasses.replace(COSTS, batch=16))
-  assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=3).batch == 1
-  assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=6).batch == 16
-  assert cost.find(device='x', target='target', drafter='other', dtype='float32', batch=1) is None
-  assert cost.find(device='2x2xx', target='target', drafter='drafter', dtype='float32', batch=1) is None
+  assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
+  path = cost_store.write(COSTS)
+  assert cost_store.read(path) == COSTS
+  cost_store.write(dataclasses.replace(COSTS, batch=16))
+  assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=3).batch == 1
+  assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=6).batch == 16
+  assert cost_store.find(device='x', target='target', drafter='other', dtype='float32', batch=1) is None
+  assert cost_store.find(device='2x2xx', target='target', drafter='drafter', dtype='float32', batch=1) is None
   assert len(list((here / 'costs').iterdir())) == 2
 
 
@@ -203,9 +207,9 @@ def test_a_larger_size_is_not_faster_on_a_calm_machine(caplog):
   assert 'level of width 1 took 1.27 ms, but a level of width 2 took 0.52 ms. Measure again.' in caplog.text
 
 
-@pytest.mark.parametrize('path', sorted(cost.SHIPPED.glob('*.json')), ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', sorted(cost_store.SHIPPED.glob('*.json')), ids=lambda path: path.stem)
 def test_shipped_costs_are_steady(path):
-  assert [cost.unsteady(times) for times in cost.read(path).times] == [[], []]
+  assert [cost.unsteady(times) for times in cost_store.read(path).times] == [[], []]
 
 
 def test_costs_are_plotted(tmp_path):
@@ -230,7 +234,7 @@ def test_values_are_measured_where_nodes_are_accepted():
 
 
 def test_parts_alone_are_stored_apart(here):
-  assert cost.write(PARTS).parent != cost.write(COSTS).parent
+  assert cost_store.write(PARTS).parent != cost_store.write(COSTS).parent
   assert '| whole cycle, chain(max_depth=3) | 18.00 | 1.80 | |' in cost.table(PARTS)
 
 
@@ -262,12 +266,12 @@ def test_a_floor_is_memory_for_few_rows_and_arithmetic_for_many():
 
 @pytest.mark.parametrize('damage', ['{', '[]', '{"version": 0}', None])
 def test_damaged_costs_are_left_aside(here, damage, caplog):
-  path = cost.write(COSTS)
+  path = cost_store.write(COSTS)
   fields = json.loads(path.read_text())
   del fields['times']
   path.write_text(json.dumps(fields) if damage is None else damage)
   with caplog.at_level(logging.WARNING, 'eagle_jax'):
-    assert cost.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
+    assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
   assert 'measure anew' in caplog.text
 
 
@@ -276,14 +280,14 @@ def test_auto_takes_what_was_fastest(here, caplog):
   with caplog.at_level(logging.INFO, 'eagle_jax'):
     assert decode.build(target, drafter)[1].policy == Chain(3, lookup=True)
     assert 'a guess' in caplog.text
-    cost.write(COSTS)
+    cost_store.write(COSTS)
     params, spec = decode.build(target, drafter)
     assert decode.build(target, drafter, batch=2)[1].policy == Plain()
   assert spec.policy == Adaptive(2, 2, 3, 6, smaller=(1, 2))
-  np.testing.assert_allclose(params.economies.level_tokens, 2)
+  np.testing.assert_allclose(params.policy.level_tokens, 2)
   assert '200.0 tokens/s when measured' in caplog.text
-  assert 'modelled for 2 rows from a measured 1' in caplog.text
-  cost.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))  # plain decoding is the best of them
+  assert 'modelled for a batch of 2 from one of 1' in caplog.text
+  cost_store.write(dataclasses.replace(COSTS, policies=COSTS.policies[::-1]))  # plain decoding is the best of them
   assert decode.build(target, drafter)[1].policy == Plain()
 
 
@@ -297,7 +301,7 @@ def test_an_adaptive_policy_does_what_pays_and_says_how_much(here, tok_per_s, wo
 
 def test_an_adaptive_policy_is_traced(here):
   target, drafter, policy = tiny.target(), tiny.drafter(), COSTS.policies[0].policy
-  cost.write(COSTS)
+  cost_store.write(COSTS)
   prompts = [[1, 2, 3], [4]]
   answers = tune.plain_answers(target, prompts, max_new_tokens=9, temperature=0.0)
   decoded = [decode.generate(target, drafter, [prompt], max_new_tokens=9, policy=policy) for prompt in prompts]
@@ -422,6 +426,6 @@ def test_a_pair_is_tuned(here, monkeypatch):
   assert costs.vocabularies[0].coverage == 1
   assert costs.policies[0].tok_per_s == max(one.tok_per_s for one in costs.policies)
   monkeypatch.setattr(auto, 'device_name', lambda mesh: costs.device)
-  cost.write(costs)
+  cost_store.write(costs)
   plain = decode.generate(target, None, [[1, 2, 3]], max_new_tokens=8)
   assert decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=8).tokens == plain.tokens

@@ -19,10 +19,10 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.decode import program
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
-from eagle_jax.draft.interface import Outlook
 from eagle_jax.models.layers import OverCache
 from eagle_jax.models.transformer import TransformerTarget
-from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, StaticTree
+from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from test_cost import COSTS
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
@@ -124,8 +124,8 @@ def test_unused_rows_change_nothing(target, drafter, plain, policy):
   params, spec = decode.build(target, drafter, policy=policy)
   prompt_BL, length_B = np.asarray(PROMPTS[:1], np.int32), np.asarray([3], np.int32)
   outs = []
-  for min_rows in (1, 16):
-    padded = dataclasses.replace(spec, min_rows=min_rows)
+  for min_columns in (1, 16):
+    padded = dataclasses.replace(spec, min_columns=min_columns)
     state = decode.prefill(params, prompt_BL, length_B, spec=padded, max_new_tokens=NUM_NEW)
     outs.append(decode.result(decode.decode_loop(params, state, spec=padded)))
   for thin, thick in zip(*outs, strict=True):
@@ -232,7 +232,7 @@ def test_a_state_without_room_for_a_policys_paths_is_refused(target, drafter, pl
   _, wide = decode.build(target, drafter, policy=Chain(3))
   state = decode.prefill(params, prompt_BL, length_B, spec=narrow, max_new_tokens=NUM_NEW)
   for run in (decode.decode_step, decode.decode_loop):
-    with pytest.raises(ValueError, match=r'room for steps of 3 tokens, and chain.* may take 4'):
+    with pytest.raises(ValueError, match=r'room for 3 tokens .*chain.* may take 4'):
       run(params, state, spec=wide)
   state = decode.prefill(params, prompt_BL, length_B, spec=wide, max_new_tokens=NUM_NEW)
   tokens_BN, _, _ = decode.result(decode.decode_loop(params, state, spec=narrow))
@@ -403,8 +403,8 @@ def test_a_copy_would_be_seen():
 
 TOO_LONG = [[1] * 500]
 BAD_REQUESTS = [
-  ({'prompts': 'Why?'}, "prompts is 'Why\\?'.*list"),
-  ({'prompts': []}, r'prompts is \[\].*one or more strings'),
+  ({'prompts': 'Why?'}, "prompts .*'Why\\?'"),
+  ({'prompts': []}, r'prompts .*\[\]'),
   ({'prompts': [[1], []]}, 'Prompt 1 is empty.*one token'),
   ({'prompts': ['a', '']}, 'Prompt 1 is empty.*one character'),
   ({'prompts': [[1], [2, 97]]}, r'Prompt 1 .*\[97\] outside the vocabulary of 97'),
@@ -417,24 +417,24 @@ BAD_REQUESTS = [
   ({'top_p': 1.5}, 'top_p is 1.5'),
   ({'top_p': float('nan')}, 'top_p is nan'),
   ({'top_k': -1}, 'top_k is -1.*>= 0'),
-  ({'prompts': None}, 'prompts is None; a list'),
+  ({'prompts': None}, 'prompts .*None'),
   ({'prompts': [1, 2]}, 'Prompt 0 is 1; a list of integers'),
   ({'prompts': np.array([1, 2])}, 'Prompt 0 is 1; a list of integers'),
   ({'prompts': jnp.array([1, 2])}, 'Prompt 0 is 1; a list of integers'),
-  ({'prompts': np.array([[1.5]])}, 'Prompt 0 holds 1.5; an integer'),
-  ({'prompts': [np.array([[1], [2]])]}, r'Prompt 0 holds \[1\]; an integer'),
-  ({'prompts': [[1], [2.5]]}, 'Prompt 1 holds 2.5; an integer'),
+  ({'prompts': np.array([[1.5]])}, 'Prompt 0 holds 1.5'),
+  ({'prompts': [np.array([[1], [2]])]}, r'Prompt 0 holds \[1\]'),
+  ({'prompts': [[1], [2.5]]}, 'Prompt 1 holds 2.5'),
   ({'prompts': [b'Why?']}, 'Prompt 0 is .*; a list of integers'),
-  ({'prompts': {'a': 1}}, 'prompts is .*; a list'),
+  ({'prompts': {'a': 1}}, "prompts .*{'a': 1}"),
   ({'prompts': [[1] * 300], 'max_new_tokens': np.uint8(250)}, 'max_new_tokens=250 that is beyond the context of 512'),
   ({'temperature': 10**400}, 'temperature is 1000.*; a number'),
-  ({'policy': np.array([1, 2])}, 'Unknown policy array'),
+  ({'policy': np.array([1, 2])}, r'policy .*array\(\[1, 2\]\)'),
   ({'eos_ids': 3}, 'eos_ids is 3; a list of integers'),
-  ({'policy': 'tree'}, "Unknown policy 'tree'.*'plain'"),
-  ({'policy': None}, 'Unknown policy None'),
-  ({'policy': Chain}, 'Unknown policy .*Chain'),
-  ({'target': 'smollm2'}, "target is 'smollm2'; .*load_target"),
-  ({'drafter': 'smollm2'}, "drafter is 'smollm2'; .*load_drafter"),
+  ({'policy': 'tree'}, "policy .*'plain'.*'tree'"),
+  ({'policy': None}, 'policy .*None'),
+  ({'policy': Chain}, 'policy .*trees.Chain'),
+  ({'target': 'smollm2'}, "target .*load_target.*'smollm2'"),
+  ({'drafter': 'smollm2'}, "drafter .*load_drafter.*'smollm2'"),
   ({'drafter': None}, 'dynamic.*needs a drafter'),
   ({'drafter': None, 'policy': Adaptive(2, 2, 3, 6)}, 'adaptive.*needs a drafter'),
   ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
@@ -447,10 +447,10 @@ BAD_REQUESTS = [
   ({'temperature': 1e38}, r'temperature is 1e\+38; a number >= 0 .*<= 1e\+06'),
   ({'top_p': 1e-40}, r'top_p is 1e-40; .*1.18e-38 at least'),
   ({'top_k': 2**31}, 'top_k is 2147483648.*32 bits'),
-  ({'top_k': 1.5}, 'top_k is 1.5; an integer'),
-  ({'max_new_tokens': 2.5}, 'max_new_tokens is 2.5; an integer'),
+  ({'top_k': 1.5}, 'top_k is 1.5'),
+  ({'max_new_tokens': 2.5}, 'max_new_tokens is 2.5'),
   ({'row_ids': [1, 2, 3, 2**40]}, 'row_ids holds 1099511627776; an integer of 32'),
-  ({'eos_ids': np.array([[1], [2]])}, r'eos_ids holds \[1\]; an integer'),
+  ({'eos_ids': np.array([[1], [2]])}, r'eos_ids holds \[1\]'),
   ({'eos_ids': np.array([1, 97])}, r'eos_ids holds \[97\] outside the vocabulary'),
   ({'eos_ids': [2**33]}, 'eos_ids holds 8589934592; an integer of 32'),
   ({'eos_ids': [1, 97, -1]}, r'eos_ids holds \[97, -1\] outside the vocabulary of 97'),
@@ -491,7 +491,7 @@ def test_a_bad_request_is_refused_before_the_drafter_is_made_ready(target, draft
     ({'length_B': jnp.array([4, 1])}, r'length_B holds \[4\]'),
     ({'length_B': [3]}, 'length_B has 1 lengths for 2 rows'),
     ({'max_new_tokens': 0}, 'max_new_tokens is 0.*at least 1'),
-    ({'max_new_tokens': [16]}, r'max_new_tokens is \[16\]; an integer'),
+    ({'max_new_tokens': [16]}, r'max_new_tokens is \[16\]'),
     ({'max_new_tokens': 510}, 'Prompt 0 has 3 tokens.*context of 512'),
     ({'tokens_BL': np.zeros((0, 3), int), 'length_B': np.zeros(0, int)}, 'tokens_BL has no rows'),
     ({'temperature': -1.0}, 'temperature is -1.0'),
@@ -544,11 +544,11 @@ def test_what_is_traced_is_taken_on_trust(target, drafter):
   ('change', 'words'),
   [
     ({'prompt': []}, 'Prompt 0 is empty'),
-    ({'prompt': ['Why?']}, "Prompt 0 holds 'Why.'; an integer"),
+    ({'prompt': ['Why?']}, "Prompt 0 holds 'Why.'"),
     ({'prompt': [97]}, 'outside the vocabulary'),
     ({'prompt': TOO_LONG[0]}, 'context of 512'),
     ({'temperature': -1.0}, 'temperature is -1.0'),
-    ({'policy': 'tree'}, 'Unknown policy'),
+    ({'policy': 'tree'}, "policy .*'tree'"),
     ({'row_ids': [1, 2]}, '2 row_ids came for 1'),
     ({'max_new_tokens': 0}, 'max_new_tokens is 0'),
   ],
@@ -605,9 +605,8 @@ def test_a_draft_vocabulary_drafts_only_its_ids_and_changes_no_text(target, draf
   out = decode.generate(target, small, PROMPTS, max_new_tokens=16, temperature=1.0, eos_ids=(), policy=SMALL)
   assert out.tokens == plain.tokens
   params, spec = decode.build(target, small, policy=SMALL)
-  state = spec.drafter.init(1, 32)
-  outlook = Outlook(lambda depth, token_UB: jnp.zeros(token_UB.shape), lambda depth, log_q_BW: True)
-  candidates = spec.drafter.propose(params.drafter, state, jnp.array([5]), SMALL, outlook)
+  state = decode.prefill(params, np.array([[5]]), np.array([1]), spec=spec, max_new_tokens=8, eos_ids=()).drafter
+  candidates = spec.drafter.propose(params.drafter, state, jnp.array([5]), SMALL, tiny.context(SMALL))
   assert set(candidates.token[0, 1:].tolist()) <= set(ids.tolist())
   with pytest.raises(ValueError, match='10 children.*draft vocabulary has 8 ids'):
     decode.build(target, small, policy=DynamicTree())

@@ -22,17 +22,18 @@ FLOORS = {
 # Within a package: in data order, each module may import those before it.
 ORDER = {
   'kernels': (
-    '__init__', 'dispatch', 'layout', 'random', 'argmax', 'top_k', 'write_kv', 'einsum', 'matmul', 'int8',
+    '__init__', 'dispatch', 'tiling', 'layout', 'random', 'argmax', 'top_k', 'write_kv', 'einsum', 'matmul', 'int8',
     'attention_tpu', 'attention_gpu', 'attention',
   ),
   'models': ('__init__', 'interface', 'layers', 'transformer'),
-  'policy': ('__init__', 'adaptive', 'trees', 'costs'),
+  'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),
   'draft': (
-    '__init__', 'ngram', 'interface', 'expand', 'eagle', 'eagle3', 'drafter', 'tables', 'heads', 'export', 'kinds',
+    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle3', 'drafter', 'tables', 'heads',
+    'export', 'kinds',
   ),
   'decode': (
-    'request', 'verify', 'state', 'commit', 'prefill', 'step', 'auto', 'stored', 'program', 'batching', 'generate',
-    '__init__',
+    'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'auto', 'build', 'program', 'batching',
+    'generate', '__init__',
   ),
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')

@@ -18,7 +18,7 @@ from eagle_jax.bench.aot.compiled import ShapedPair
 from eagle_jax.bench.aot.hlo import bytes_moved, num_kernels
 from eagle_jax.bench.tune import Blank
 from eagle_jax.decode.step import decode_loop, decode_step
-from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.kernels import attention_gpu
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree

@@ -381,7 +381,7 @@ def test_drafter_for_another_target(tmp_path, target, drafter):
 
 
 def test_bad_drafters(tmp_path, target, drafter):
-  with pytest.raises(ValueError, match=r'target is None; one that was loaded is needed: load_target\(...\)'):
+  with pytest.raises(ValueError, match=r'target .*load_target.* None'):
     hub.load_drafter('smollm2-135m-eagle2', None)
   with pytest.raises(ValueError, match="Unknown drafter 'nobody'"):
     hub.load_drafter('nobody', target)

@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from eagle_jax import decode
-from eagle_jax.draft.ngram import FIRST, GROWTH, MAX_MATCH, Evidence, Lookup
+from eagle_jax.draft.lookup import MAX_MATCH, WEIGHTS, Evidence, TextLookup
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.tree import NO_TOKEN
 
@@ -38,14 +38,14 @@ def test_what_followed_the_longest_match(seed):
   drafted_BW = rng.integers(0, 3, (3, 2)).astype(np.int32)  # a letter that no text has, too
 
   @jax.jit
-  def follow(lookup: Lookup):
+  def follow(lookup: TextLookup):
     """Behind the text, and behind one drafted token of two, and one more."""
     matches = [lookup.match()]
     matches.append(lookup.extended(jnp.repeat(matches[0], 2, axis=1), drafted_BW))
     matches.append(lookup.extended(matches[1][:, ::-1], drafted_BW))
     return [lookup.after(match_BWS) for match_BWS in matches]
 
-  found = follow(Lookup(jnp.asarray(text_BS), jnp.asarray(newest_B)))
+  found = follow(TextLookup(jnp.asarray(text_BS), jnp.asarray(newest_B)))
   for b, newest in enumerate(newest_B):
     text, (first, second) = text_BS[b, : newest + 1].tolist(), drafted_BW[b].tolist()
     paths = [[]], [[first], [second]], [[first, second], [second, first]]
@@ -53,12 +53,14 @@ def test_what_followed_the_longest_match(seed):
       for w, path in enumerate(paths_W):
         length, token = longest(text, [*path, *text[::-1]])
         assert level.token[b, w] == token
-        np.testing.assert_allclose(level.weight[b, w], FIRST + GROWTH * np.log(length) if length else 0, rtol=1e-6)
+        np.testing.assert_allclose(
+          level.weight[b, w], WEIGHTS[0] + WEIGHTS[1] * np.log(length) if length else 0, rtol=1e-6
+        )
 
 
 def test_no_copy_is_made_of_what_is_not_there():
   """A text of one token, and NO_TOKEN, which unused nodes have."""
-  lookup = Lookup(jnp.full((1, 5), NO_TOKEN).at[0, 0].set(7), jnp.zeros(1, jnp.int32))
+  lookup = TextLookup(jnp.full((1, 5), NO_TOKEN).at[0, 0].set(7), jnp.zeros(1, jnp.int32))
   unused_BWS = lookup.extended(lookup.match(), jnp.full((1, 1), NO_TOKEN))
   assert not lookup.match().any()
   assert not unused_BWS.any()

@@ -20,7 +20,6 @@ import pytest
 import eagle_jax
 import tiny
 from eagle_jax import decode, hub, sharding
-from eagle_jax.draft.interface import Outlook
 from eagle_jax.weights import folder, naming
 from eagle_jax.weights.safetensors import write_safetensors
 from tiny_files import TINY, random_tensors
@@ -251,7 +250,7 @@ def test_the_readme_decodes(readme):
 
 def test_the_readme_s_drafter_is_lossless(readme):
   drafter, policy = readme['Repeat'](), eagle_jax.Chain(3)
-  drafted = drafter.propose({}, (), jnp.array([5, 7]), policy, Outlook(None, lambda depth, log_q_BW: True))
+  drafted = drafter.propose({}, (), jnp.array([5, 7]), policy, tiny.context(policy, batch=2))
   assert drafted.token.tolist() == [[5] * 4, [7] * 4]
   params, plain = decode.build(readme['target'], None)
   spec = dataclasses.replace(plain, drafter=drafter, policy=policy)

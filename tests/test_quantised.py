@@ -15,7 +15,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.kernels.int8 import Quantised, multiply_bytes, quantised
 from eagle_jax.kernels.int8 import reference as multiply
-from eagle_jax.policy import costs as cost
+from eagle_jax.policy import cost_store
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.train.loop import train
 from test_acceptance import NUM_NEW, PROMPTS, drafter_of
@@ -135,6 +135,6 @@ def test_it_is_loaded_so_and_kept_only_as_it_was(tmp_path):
 def test_auto_takes_it_where_it_was_measured_faster(tmp_path, monkeypatch, is_quantised):
   monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path))
   monkeypatch.setattr(auto, 'device_name', lambda mesh: 'x')
-  cost.write(dataclasses.replace(COSTS, is_quantised=is_quantised))
+  cost_store.write(dataclasses.replace(COSTS, is_quantised=is_quantised))
   params, _ = decode.build(tiny.target(), tiny.drafter())
   assert isinstance(params.drafter['head'], Quantised) == is_quantised

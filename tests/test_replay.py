@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import tiny
+from eagle_jax.decode.buckets import pad_prompts
 from eagle_jax.decode.generate import Generation, generate
-from eagle_jax.decode.prefill import pad_prompts, run_prefill
+from eagle_jax.decode.prefill import STATIC, run_prefill
 from eagle_jax.decode.step import decode_loop
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate import trace as replay
@@ -122,7 +123,7 @@ def test_features_of_half_the_bits_do(target, drafter, generation, examples):
 
 def test_all_batches_share_two_programs(target, drafter, examples, monkeypatch):
   chex.clear_trace_counter()
-  sized = 'target', 'drafter', 'num_slots', 'num_new'
+  sized = STATIC
   for jitted, static in ((run_prefill, sized), (decode_loop, ('spec',))):
     counted = jax.jit(chex.assert_max_traces(jitted.__wrapped__, n=1), static_argnames=static)
     monkeypatch.setattr(replay, jitted.__name__, counted)

@@ -18,7 +18,7 @@ from eagle_jax.bench.aot import compiled, described
 from eagle_jax.bench.aot.compiled import NO_COPIES_AHEAD, ShapedPair
 from eagle_jax.bench.tune import num_bytes
 from eagle_jax.decode.step import decode_loop, decode_step
-from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.kernels import attention_tpu
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain

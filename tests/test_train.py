@@ -162,7 +162,7 @@ def test_frequent_ids_come_from_answers_and_hold_the_forced():
 def chain_by_decoding(params, packed: Packed, feature_DL, row, *, network, num_steps: int):
   """[num_steps, D]: outputs of a chain drafted from `row` of a single text, by the drafter's own cache."""
   num_places = feature_DL.shape[1]
-  cache = network.init(1, num_places).cache
+  cache = kv_cache.init(network.config, num_layers=1, batch=1, num_slots=num_places, dtype=jnp.float32)
   causal_1LL = jnp.tri(num_places, dtype=bool)[None]
   inputs = packed.next_token, feature_DL[:, None], packed.position, causal_1LL
   out_D1L, (keys, values) = network.forward(params, *inputs, cache)

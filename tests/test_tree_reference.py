@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.interface import Outlook
 from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import DynamicTree
@@ -122,14 +122,16 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed, temperature):
   params64 = random_params(seed)
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params64)
   params['ids'] = jnp.arange(CONFIG.vocab_size)
-  reference, state = Reference(params64), eagle.init(2, NUM_SLOTS + 512)
+  reference, state = Reference(params64), None
   rng = np.random.default_rng(seed)
   noise_dVB = temperature * jax.random.gumbel(jax.random.key(seed), (max_depth, CONFIG.vocab_size, 2))
-  follow, absorb = jax.jit(eagle.follow), jax.jit(eagle.absorb)
-  outlook = Outlook(
-    lambda depth, token_UB: jnp.take_along_axis(noise_dVB[depth - 1], token_UB, axis=0), lambda depth, log_q_BW: True
-  )
-  propose = jax.jit(functools.partial(eagle.propose, policy=policy, outlook=outlook))
+  start, update = jax.jit(eagle.start, static_argnames='num_slots'), jax.jit(eagle.update)
+
+  def noise(depth, token_UB):
+    return jnp.take_along_axis(noise_dVB[depth - 1], token_UB, axis=0)
+
+  context = tiny.context(policy, batch=2, noise=noise)
+  propose = jax.jit(functools.partial(eagle.propose, policy=policy, context=context))
   num_padded = PROMPT_LEN + 2
   for count in (PROMPT_LEN, min(3, max_depth + 1)):
     # Row 0 is under test; row 1 is another text of another length, to see that rows stay apart.
@@ -137,7 +139,10 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed, temperature):
     token_BP = rng.integers(0, CONFIG.vocab_size, (2, num_padded)).astype(np.int32)
     count_B = jnp.asarray([count, count - 1])
     taps = Taps(jnp.asarray(feature_DBP, jnp.float32))
-    state = absorb(state, follow(params, state, jnp.asarray(token_BP), taps), count_B)
+    if state is None:
+      state = start(params, jnp.asarray(token_BP), taps, count_B, num_slots=NUM_SLOTS + 512)
+    else:
+      state = update(params, state, jnp.asarray(token_BP), taps, count_B)
     root_B = jnp.take_along_axis(jnp.asarray(token_BP), count_B[:, None] - 1, axis=1)[:, 0]
     tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(propose(params, state, root_B))
     root = int(token_BP[0, count - 1])

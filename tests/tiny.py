@@ -1,10 +1,13 @@
 """Random networks so small that compiling them takes a second; the target's text is far from constant."""
 
 import jax
+import jax.numpy as jnp
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.interface import DraftContext
+from eagle_jax.draft.lookup import TextLookup
 from eagle_jax.models.transformer import Target, TransformerTarget
 
 TARGET = TargetConfig(
@@ -19,3 +22,13 @@ def target(config: TargetConfig = TARGET, *, seed: int = 0, tokenizer=None) -> T
 
 def drafter(config: DrafterConfig = DRAFTER, *, seed: int = 1) -> Drafter:
   return Drafter(config, Eagle(config).init_params(jax.random.key(seed)))
+
+
+def no_noise(depth, token_UB):
+  return jnp.zeros(token_UB.shape)
+
+
+def context(policy, *, batch: int = 1, noise=no_noise) -> DraftContext:
+  """What a drafter may use behind an empty text."""
+  lookup = TextLookup(jnp.zeros((batch, 1), jnp.int32), jnp.zeros(batch, jnp.int32))
+  return DraftContext.of(policy, (), noise=noise, is_live_B=jnp.ones(batch, bool), lookup=lookup)

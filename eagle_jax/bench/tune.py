@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,19 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.decode.generate import Work, build, generate
-from eagle_jax.decode.prefill import bucket, pad_prompts, prepare, run_prefill, slots_for
+from eagle_jax.decode.buckets import bucket, pad_prompts, slots_for
+from eagle_jax.decode.build import build
+from eagle_jax.decode.generate import Work, generate
+from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
-from eagle_jax.decode.step import decode_loop
+from eagle_jax.decode.step import decode_loop, tau
 from eagle_jax.device import bytes_per_s, flops_per_s, num_cores, ran_on
-from eagle_jax.draft.drafter import Drafter, NoDrafter
-from eagle_jax.draft.interface import Outlook
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.interface import DraftContext
+from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate.calibration import Said, examples
 from eagle_jax.evaluate.trace import Nodes, Traced, observe, require_traceable, trace
 from eagle_jax.models.transformer import Target
+from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
-from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, TreePolicy
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, mesh_of, num_devices, using
 from eagle_jax.train.shards import Example
@@ -57,7 +62,7 @@ MAX_COMPILERS = 8  # threads: each takes memory, on a GPU there too, where it tr
 class Blank(NoDrafter):
   """Proposes trees of unused nodes, at no cost: what is left of a cycle is verification."""
 
-  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:
+  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, context: DraftContext) -> Candidates:
     shape = root_B.shape[0], policy.num_nodes
     zero_BA = jnp.zeros(shape)
     token_BA = jnp.full(shape, NO_TOKEN).at[:, 0].set(root_B)
@@ -69,7 +74,7 @@ Forms = Mapping[Hashable, tuple[Params, Spec]]  # what is timed, by any name
 
 def room(forms: Forms, *, num_prompt: int, max_new_tokens: int) -> int:
   """Cache slots that are enough for every form."""
-  return max(slots_for(num_prompt, bucket(max_new_tokens), spec) for _, spec in forms.values())
+  return max(slots_for(num_prompt, bucket(max_new_tokens), spec.max_path) for _, spec in forms.values())
 
 
 def prefilled(
@@ -216,8 +221,8 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
   forms |= {policy.describe(): form(policy) for policy in (shortest, *whole)}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
   num_slots = room(forms, num_prompt=num_prompt, max_new_tokens=NUM_CYCLES)
-  caches = jax.eval_shape(lambda: (spec.target.init_cache(batch, num_slots), spec.drafter.init(batch, num_slots)))
-  target_bytes, drafter_bytes = bytes_read(params, *caches, has_tied_head=target.config.tied_head)
+  state = first_state(params, spec, batch=batch, num_slots=num_slots)
+  target_bytes, drafter_bytes = bytes_read(params, state.cache, state.drafter, has_tied_head=target.config.tied_head)
   return Times(
     num_slots=num_slots,
     verify_ms={size: ms['verify', size] for size in NUM_NODES},
@@ -227,6 +232,14 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
     target_bytes=target_bytes,
     drafter_bytes=drafter_bytes,
   )
+
+
+def first_state(params: Params, spec: Spec, *, batch: int, num_slots: int) -> DecodeState:
+  """The shapes of a state whose caches have so many slots."""
+  prompts = pad_prompts([[0]] * batch, 1)
+  how: Any = {'max_new_tokens': 1, 'sampling': Sampling.of(), 'row_ids': None, 'eos_ids': ()}
+  arguments, static = prepare(params, *prompts, spec=spec, **how)
+  return jax.eval_shape(functools.partial(run_prefill, **static | {'num_slots': num_slots}), *arguments)
 
 
 def num_bytes(tree: Any) -> int:
@@ -240,7 +253,7 @@ def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head:
   Of an embedding that is no head, they read a few rows only: not counted.
   """
   weights = {name: x for name, x in params.target.items() if name != 'embed' or has_tied_head}
-  own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids', 'whole_head')}
+  own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids', 'whole_head', 'lookup_weights')}
   return Bytes(num_bytes(weights), num_bytes(cache)), Bytes(num_bytes(own), num_bytes(drafter_cache))
 
 
@@ -344,12 +357,12 @@ def modelled_rates(
   progress: Callable,
 ) -> tuple[Rate, ...]:
   """Of the policies and plain decoding behind the first context: traced tau over modelled time; best first."""
-  tau: dict[TreePolicy, float] = {Plain(): 1.0}
+  taus: dict[TreePolicy, float] = {Plain(): 1.0}
   for policy in progress(policies, desc='traces'):
-    tau[policy] = trace(target, drafter, answers, policy=policy).tau
+    taus[policy] = trace(target, drafter, answers, policy=policy).tau
   rates = [
-    Rate.of(policy, tok_per_s=1000 * parts.batch * tau[policy] / parts.times[0].cycle_ms(policy), tau=tau[policy])
-    for policy in tau
+    Rate.of(policy, tok_per_s=1000 * parts.batch * taus[policy] / parts.times[0].cycle_ms(policy), tau=taus[policy])
+    for policy in taus
   ]
   return tuple(sorted(rates, key=lambda rate: -rate.tok_per_s))
 
@@ -367,8 +380,8 @@ def vocabularies(
   policy = Chain(3, lookup=True)
   forms: Any = {kind: build(target, lesser[kind], policy=policy) for kind in kinds}
   ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  tau = {kind: trace(target, lesser[kind], answers, policy=policy).tau for kind in kinds}
-  return tuple(Vocabulary(*kind, float(np.isin(spoken, ids[: kind[0]]).mean()), tau[kind], ms[kind]) for kind in kinds)
+  taus = {kind: trace(target, lesser[kind], answers, policy=policy).tau for kind in kinds}
+  return tuple(Vocabulary(*kind, float(np.isin(spoken, ids[: kind[0]]).mean()), taus[kind], ms[kind]) for kind in kinds)
 
 
 def largest_of_the_fastest(tried: Sequence[Vocabulary]) -> Vocabulary:
@@ -434,7 +447,7 @@ def decoded(
         state = copied(first[policy])
         start = time.perf_counter()
         work = fetched(Work.of(run(params, state)))
-        stats[policy].append(work.stats(spec, {'decode_s': time.perf_counter() - start}))
+        stats[policy].append(work.stats({'decode_s': time.perf_counter() - start}))
   for programs in (fills, runs):
     programs.forget()
 
@@ -442,6 +455,6 @@ def decoded(
     num_new, seconds, num_passes = (
       sum(of_group[name] for of_group in stats[policy]) for name in ('num_new_tokens', 'decode_s', 'num_target_passes')
     )
-    return Rate.of(policy, tok_per_s=num_new / seconds, tau=(num_new - len(prompts)) / max(num_passes, 1))
+    return Rate.of(policy, tok_per_s=num_new / seconds, tau=tau(num_new, num_passes, num_sequences=len(prompts)))
 
   return tuple(sorted(map(rate, policies), key=lambda one: -one.tok_per_s))

@@ -1,13 +1,15 @@
 """Decode prompts with a target and a drafter: `generate`, `stream`, and the pure functions they are made of.
 
-params, spec = build(target, drafter)              arrays, and what the program is made for
+params, spec = build(target, drafter)              arrays, and what the program is compiled for
 state = prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=128)
 state = decode_loop(params, state, spec=spec)      or decode_step, one step at a time
 tokens_BN, length_B, num_accepted_BN = result(state)
 """
 
-from eagle_jax.decode.generate import Answer, Chunk, Generation, build, generate, generate_each, stream
-from eagle_jax.decode.prefill import pad_prompts, prefill
+from eagle_jax.decode.buckets import pad_prompts
+from eagle_jax.decode.build import build
+from eagle_jax.decode.generate import Answer, Chunk, Generation, generate, generate_each, stream
+from eagle_jax.decode.prefill import prefill
 from eagle_jax.decode.step import decode_loop, decode_step, result
 
 __all__ = [

@@ -1,91 +1,102 @@
 """`policy='auto'`: from what was measured on this device, plain decoding among the choices, or a guess."""
 
 import logging
-from typing import Any
-
-import jax
+from typing import Any, NamedTuple
 
 from eagle_jax.decode.request import at_least_one, require_pair
-from eagle_jax.device import device_name
+from eagle_jax.device import device_name, num_free_nodes
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.models.transformer import Target
-from eagle_jax.policy.costs import Costs, find
-from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, TreePolicy
+from eagle_jax.policy.cost_store import find
+from eagle_jax.policy.costs import Costs
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sharding import mesh_of, num_row_parts
 
 log = logging.getLogger('eagle_jax')
 
 
-def settle(
+class Resolved(NamedTuple):
+  """What a request for a policy comes to."""
+
+  policy: TreePolicy
+  drafter: Drafter | None  # as costs were measured: with their draft vocabulary, and quantised or not
+  costs: Costs | None  # of this batch size
+
+
+def resolve_policy(
   target: Target,
   drafter: Drafter | None,
   *,
   policy: str | TreePolicy,
   batch: int = 1,
-  waits: bool = True,
+  is_refilled: bool = False,
   costs: Costs | None = None,
-) -> tuple[TreePolicy, Drafter | None, Costs | None]:
-  """What a request for a policy comes to. Arguments are those of `decode.build`.
+) -> Resolved:
+  """Choose the policy, and find the costs that it needs.
 
-  Returns:
-    The policy; the drafter as costs were measured, with their draft vocabulary, and quantised or not; and these costs,
-    of this batch, if there are any.
+  Args:
+    target, drafter, policy, batch, costs: as in `decode.build`.
+    is_refilled: for 'auto', whether the places of finished sequences are refilled at once.
+
+  Raises:
+    ValueError: unknown policy, a tree without a drafter, or a policy that needs costs where there are none.
   """
   require_pair(target, drafter)
   batch = at_least_one('batch', batch)
-  is_object = hasattr(policy, 'fanouts') and not isinstance(policy, type)
-  if not (is_object or (isinstance(policy, str) and policy in ('auto', 'plain'))):
+  if not (isinstance(policy, TreePolicy) or (isinstance(policy, str) and policy in ('auto', 'plain'))):
     raise ValueError(
-      f"Unknown policy {policy!r}: pass 'auto', 'plain', or an object: DynamicTree(...), Chain(...), StaticTree(...)."
+      f"policy must be 'auto', 'plain', or an object such as DynamicTree(), Chain(), StaticTree(); got {policy!r}."
     )
-  if drafter is not None and costs is None and (policy == 'auto' or isinstance(policy, Adaptive)):
+  needs_costs = policy == 'auto' or (isinstance(policy, TreePolicy) and policy.needs_costs)
+  if drafter is not None and costs is None and needs_costs:
     costs = find_costs(target, drafter, batch=batch)
-  there = None if costs is None else costs.at_batch(batch, waits=waits)
-  chosen = _resolve(policy, target, drafter, there, batch)
-  if drafter is None or costs is None or there is None:
-    return chosen, drafter, None
+  batch_costs = None if costs is None else costs.at_batch(batch, is_refilled=is_refilled)
+  chosen = _choose(policy, target, drafter, batch_costs, batch)
+  if drafter is None or costs is None or batch_costs is None:
+    return Resolved(chosen, drafter, None)
   drafter = drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
   if policy == 'auto':
-    source = 'when measured' if there is costs else f'modelled for {batch} rows from a measured {costs.batch}'
-    rate = there.policies[0].tok_per_s
+    source = 'when measured' if batch_costs is costs else f'modelled for a batch of {batch} from one of {costs.batch}'
+    rate = batch_costs.policies[0].tok_per_s
     form = f'{costs.num_ids} ids, {"8 bits" if drafter.is_quantised else costs.dtype}'
     log.info('auto: %s, %s, %.1f tokens/s %s (%s, %s)', chosen.describe(), form, rate, source, costs.device, costs.date)
-  return chosen, drafter, there
+  return Resolved(chosen, drafter, batch_costs)
 
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
-  """What `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
+  """Find what `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
   names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': str(target.dtype)}
   return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
 
 
-def guessed_policy(batch: int, *, platform: str) -> TreePolicy:
-  """What probably pays where nothing was measured: few rows where a row costs much, the paper's tree where they are
-  nearly free, and for a batch as much of it as fits: rows are free until arithmetic takes as long as reading weights.
+def guessed_policy(batch: int, *, num_free: int, lookup: bool = True) -> TreePolicy:
+  """Guess what pays where nothing was measured: as much of the paper's tree as target passes hold at no more cost.
 
   Args:
-    batch: rows on one device.
-    platform: 'cpu', 'gpu' or 'tpu'.
+    batch: sequences on one device.
+    num_free: nodes of all of them together that a pass verifies in about the time of one; see
+      `device.num_free_nodes`.
+    lookup: whether the drafter can take what the text said before as evidence.
   """
-  free_rows = 4 if platform == 'cpu' else 256
-  num_nodes = min(free_rows // batch, DynamicTree().num_nodes)
+  num_nodes = min(num_free // batch, DynamicTree().num_nodes)
   if num_nodes < 2:
     return Plain()
-  return Chain(min(3, num_nodes - 1), lookup=True) if num_nodes < 16 else DynamicTree(num_nodes=num_nodes, lookup=True)
+  return Chain(min(3, num_nodes - 1), lookup) if num_nodes < 16 else DynamicTree(num_nodes=num_nodes, lookup=lookup)
 
 
-def _resolve(policy: Any, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int) -> TreePolicy:
-  if policy == 'plain' or (policy == 'auto' and drafter is None):
+def _choose(policy: Any, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int) -> TreePolicy:
+  if policy == 'plain':
     return Plain()
-  if policy == 'auto' and costs is not None:
-    return costs.policies[0].policy
   if policy == 'auto':
+    if drafter is None:
+      return Plain()
+    if costs is not None:
+      return costs.policies[0].policy
     num_parts = num_row_parts(batch, mesh_of(target.params))
-    guess = guessed_policy(batch // num_parts, platform=jax.default_backend())
+    guess = guessed_policy(batch // num_parts, num_free=num_free_nodes(), lookup=kind_of(drafter.config).has_logits)
     log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
     return guess
   if drafter is None and not isinstance(policy, Plain):
-    raise ValueError(f"{policy.describe()} needs a drafter, and none came. Load one, or pass policy='plain'.")
-  if isinstance(policy, Adaptive) and costs is None:
-    raise ValueError(f'{policy.describe()} weighs costs, and none are stored for this pair here: run launch/cost.py.')
+    raise ValueError(f"{policy.describe()} needs a drafter, and none was given. Load one, or pass policy='plain'.")
   return policy

@@ -1,4 +1,4 @@
-"""Verdict to next state: which tokens are emitted, what the caches keep, which rows end."""
+"""Verdict to next state: which tokens are emitted, what the caches keep, which sequences end."""
 
 from typing import Any
 
@@ -6,29 +6,33 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.cache import NewRows, append
-from eagle_jax.decode.state import DecodeState, Limits, Spec
+from eagle_jax.decode.state import DecodeState, Limits, Params, Spec
 from eagle_jax.decode.verify import Verdict
 
 
 def is_eos(token: jax.Array, limits: Limits) -> jax.Array:
-  """bool, of the tokens' shape. NO_TOKEN matches an unused EOS slot: ask of tokens that may be emitted alone."""
+  """Compare tokens of any shape with the EOS ids: bool, of that shape. NO_TOKEN matches an unused EOS slot, so ask
+  only of tokens that may be emitted."""
   return jnp.any(token[..., None] == limits.eos.reshape((1,) * token.ndim + (-1,)), axis=-1)
 
 
 def num_emitted(token_P: jax.Array, num_ready: jax.Array, room: jax.Array, limits: Limits) -> jax.Array:
-  """[] i32: how many of one row's `num_ready` tokens are emitted: up to an EOS, included, and no more than `room`."""
+  """[] i32: count the emitted ones of a sequence's `num_ready` tokens: up to an EOS, included, and at most `room`."""
   first_eos = jnp.argmax(jnp.append(is_eos(token_P, limits), True))  # P if there is none
   return jnp.minimum(jnp.minimum(num_ready, first_eos + 1), room).astype(jnp.int32)
 
 
-def commit(state: DecodeState, verdict: Verdict, rows: NewRows, followed: Any, *, spec: Spec) -> DecodeState:
-  """Emits each live row's accepted tokens and bonus, appends their rows to both caches, ends rows.
+def commit(
+  params: Params, state: DecodeState, verdict: Verdict, rows: NewRows, taps: Any, *, spec: Spec
+) -> DecodeState:
+  """Emit each live sequence's accepted tokens and bonus, append their keys and values to both caches, end sequences.
 
   Args:
+    params: of the decode program.
     state: before the step.
-    verdict: a row each, [B, ...] fields.
-    rows: what the target's cache takes along each row's path, [B, G, P, K].
-    followed: what the drafter makes of the path.
+    verdict: of each sequence, [B, ...] fields.
+    rows: keys and values along each path, [B, G, P, K], for the target's cache.
+    taps: what the target shows along each path, arrays [..., B, P], for the drafter.
     spec: static.
   """
   room_B = state.limits.max_new_tokens - state.num_tokens
@@ -43,31 +47,32 @@ def commit(state: DecodeState, verdict: Verdict, rows: NewRows, followed: Any, *
   num_accepted_B1 = jnp.minimum(verdict.num_accepted, emitted_B)[:, None]  # an EOS in the path cuts the bonus too
   return state._replace(
     cache=append(state.cache, rows, emitted_B),
-    drafter=spec.drafter.absorb(state.drafter, followed, emitted_B),
+    # The drafter pairs what the target shows at a node with the token after it.
+    drafter=spec.drafter.update(params.drafter, state.drafter, verdict.token, taps, emitted_B),
     root=jnp.where(state.is_done, state.root, newest_B),
-    text=written(state.text, verdict.token, state.cache.length + 1),
+    text=write_at(state.text, verdict.token, state.cache.length + 1),
     num_tokens=num_tokens_B,
-    num_accepted=written(state.num_accepted, num_accepted_B1, state.num_passes),
+    num_accepted=write_at(state.num_accepted, num_accepted_B1, state.num_passes),
     num_passes=state.num_passes + (~state.is_done).astype(jnp.int32),
     is_done=state.is_done | is_over_B,
   )
 
 
-def written(kept_BS: jax.Array, new_BP: jax.Array, start_B: jax.Array) -> jax.Array:
-  """[B, S], with P numbers of each row written at its own `start`.
+def write_at(kept_BS: jax.Array, new_BP: jax.Array, start_B: jax.Array) -> jax.Array:
+  """Write P numbers of each sequence at its own `start`: [B, S].
 
-  Chosen place by place: update slices of many rows are a scatter, which XLA:TPU makes one row after the other.
+  Chosen place by place, since a compiler may run update slices of many sequences one after the other.
   """
   index_BS = jnp.arange(kept_BS.shape[1])[None] - start_B[:, None]
   is_new_BS = (index_BS >= 0) & (index_BS < new_BP.shape[1])
   return jnp.where(is_new_BS, jnp.take_along_axis(new_BP, index_BS, axis=1, mode='clip'), kept_BS)
 
 
-def at_rows(taps: Any, row_BP: jax.Array) -> Any:
-  """Taps [..., B, P] of taps [..., B, T]: what the target showed at these of its rows."""
+def take_nodes(taps: Any, node_BP: jax.Array) -> Any:
+  """Take taps [..., B, P] at these nodes of taps [..., B, T]."""
 
   def take(x):
-    index = row_BP.reshape((1,) * (x.ndim - 2) + row_BP.shape)
+    index = node_BP.reshape((1,) * (x.ndim - 2) + node_BP.shape)
     return jnp.take_along_axis(x, index, axis=-1, mode='clip')
 
   return jax.tree.map(take, taps)

@@ -1,18 +1,37 @@
-"""Compiling apart from running, so that neither is mistaken for the other."""
+"""Compile apart from running, so that each can be timed and neither is mistaken for the other."""
 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import jax
-
-from eagle_jax.decode import stored
 
 MAX_PROGRAMS = 16  # that one function keeps
 
 log = logging.getLogger('eagle_jax')
+
+
+class ProgramStore(Protocol):
+  """Keeps compiled programs beyond the process. `launch/store` is one on disk."""
+
+  def read(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable) -> Callable | None:
+    """Find a program by its function's name, its arguments' arrays, its static arguments, and a key of them all."""
+    ...
+
+  def write(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable, compiled: Any) -> None:
+    """Keep a program, if it can be kept; never raises for one that cannot."""
+    ...
+
+
+_store: ProgramStore | None = None
+
+
+def use_store(store: ProgramStore | None) -> None:
+  """Look for programs in a store from now on, and keep new ones there; None: in no store."""
+  global _store
+  _store = store
 
 
 def _signature(x: Any) -> Hashable:
@@ -31,7 +50,7 @@ class Program:
     self._compiled: OrderedDict[Hashable, Callable] = OrderedDict()
 
   def compile(self, *args: Any, **static: Any) -> tuple[Callable, float]:
-    """What runs `args` (called with `args` alone), and the seconds it took to make: 0 if it was there already.
+    """Return what runs `args` (called with `args` alone), and the seconds it took to make: 0 if it was there already.
 
     Args:
       args: pytrees of arrays, or of `jax.ShapeDtypeStruct`.
@@ -45,13 +64,12 @@ class Program:
       return self._compiled[key], 0.0
     name = self._jitted.__name__
     start = time.perf_counter()
-    place = stored.place(name, leaves, static, key)
-    compiled = place.read() if place else None
+    compiled = _store.read(name, leaves, static, key) if _store else None
     if compiled is None:
       log.info('compiling %s ...', name)
       compiled = self._jitted.lower(*args, **static).compile()
-      if place:
-        place.write(compiled)
+      if _store:
+        _store.write(name, leaves, static, key, compiled)
     seconds = time.perf_counter() - start
     self._compiled[key] = compiled
     self._forget(len(self._compiled) - MAX_PROGRAMS)

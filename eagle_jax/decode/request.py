@@ -1,7 +1,10 @@
-"""A request as users make it: put into token ids, and refused if it cannot be decoded, before any tracing."""
+"""A request as users make it: turned into token ids, and refused if it cannot be decoded, before any tracing."""
 
+import dataclasses
+import functools
+import inspect
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -11,22 +14,82 @@ import numpy as np
 from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.models.transformer import Target
+from eagle_jax.policy.costs import Costs
+from eagle_jax.policy.trees import TreePolicy
+from eagle_jax.sampling import Chooser, GumbelMax
 
 MAX_TEMPERATURE = 1e6  # there all tokens are about as likely; at 1e38, temperature x noise overflows
 MIN_TOP_P = float(np.finfo(np.float32).tiny)  # below, XLA may compute with 0, and 0 keeps no token
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """The keywords that `generate`, `generate_each` and `stream` share.
+
+  Attributes:
+    max_new_tokens: new tokens a prompt, at most.
+    temperature: 0 is greedy.
+    top_k: draw from the k likeliest tokens; 0 keeps all.
+    top_p: then from the smallest set of them that holds this probability; in (0, 1].
+    seed: fixes the text, together with `row_ids`.
+    policy: 'auto', 'plain', or a policy object such as `DynamicTree()`.
+    row_ids: key each sequence's noise; default 0, 1, ...
+    eos_ids: tokens that end a sequence; default the target's, () for none.
+    costs: measured ones, for 'auto' and policies that need them; default those stored for this device and pair.
+    chooser: the acceptance rule.
+  """
+
+  max_new_tokens: int = 128
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  seed: int = 0
+  policy: str | TreePolicy = 'auto'
+  row_ids: Sequence[int] | None = None
+  eos_ids: Sequence[int] | None = None
+  costs: Costs | None = None
+  chooser: Chooser = GumbelMax()
+
+  def limits(self) -> dict[str, Any]:
+    """Pick what says when sequences end and what keys their noise: keywords of `prefill.prepare`."""
+    return {name: getattr(self, name) for name in ('max_new_tokens', 'row_ids', 'eos_ids')}
+
+  def sampling(self) -> dict[str, Any]:
+    """Pick how tokens are drawn: keywords of `Sampling.of`."""
+    return {name: getattr(self, name) for name in ('temperature', 'top_k', 'top_p', 'seed')}
+
+
+def takes_options(function: Callable) -> Callable:
+  """Let a function that takes `options: Options` be called with their fields as keywords, and say so in `help`."""
+
+  @functools.wraps(function)
+  def called(*args: Any, **keywords: Any) -> Any:
+    given = {name: keywords.pop(name) for name in fields if name in keywords}
+    if unknown := sorted(keywords.keys() - own.keys()):
+      raise TypeError(f'{function.__name__}() got unknown keywords {unknown}; known are {[*own, *fields]}.')
+    return function(*args, options=Options(**given), **keywords)
+
+  fields = {field.name: field for field in dataclasses.fields(Options)}
+  own = {name: x for name, x in inspect.signature(function).parameters.items() if name != 'options'}
+  shown = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+    for name, field in fields.items()
+  ]
+  called.__signature__ = inspect.signature(function).replace(parameters=[*own.values(), *shown])  # type: ignore[attr-defined]
+  return called
+
+
 def token_ids(target: Target, prompts: Any) -> list[list[int]]:
-  """Strings, through the target's tokenizer, or rows of token ids, lists or arrays, as they are.
+  """Encode strings with the target's tokenizer; lists or arrays of token ids stay as they are.
 
   Raises:
-    ValueError: they are neither, or none came.
+    ValueError: they are neither, or there are none.
   """
   prompts = _listed(prompts)
   if isinstance(prompts, str):
-    raise ValueError(f'prompts is {prompts!r}; a list is needed: [{prompts!r}] for one prompt.')
+    raise ValueError(f'prompts must be a list, got the string {prompts!r}: pass [{prompts!r}] for one prompt.')
   if not hasattr(prompts, '__len__') or isinstance(prompts, (Mapping, Set)) or not len(prompts):
-    raise ValueError(f'prompts is {prompts!r}; a list of one or more strings, or rows of token ids, is needed.')
+    raise ValueError(f'prompts must be a list of one or more strings, or of lists of token ids; got {prompts!r}.')
   prompts = [*prompts]
   if any(isinstance(prompt, str) for prompt in prompts):
     if not all(isinstance(prompt, str) for prompt in prompts):
@@ -40,11 +103,11 @@ def token_ids(target: Target, prompts: Any) -> list[list[int]]:
 
 
 def require_pair(target: Any, drafter: Any) -> None:
-  """ValueError if a name or a path came where a loaded model is needed, or the drafter is for another target."""
+  """Raise a ValueError unless both are loaded models, and the drafter is for this target."""
   if not isinstance(target, Target):
-    raise ValueError(f'target is {target!r:.80}; one that was loaded is needed: load_target(...).')
+    raise ValueError(f'target must be what load_target(...) returns, got {target!r:.80}.')
   if drafter is not None and not isinstance(drafter, Drafter):
-    raise ValueError(f'drafter is {drafter!r:.80}; one that was loaded is needed, or None: load_drafter(..., target).')
+    raise ValueError(f'drafter must be what load_drafter(..., target) returns, or None; got {drafter!r:.80}.')
   if drafter is not None:
     require_match(drafter.config, target.config)
 
@@ -61,7 +124,7 @@ def require_valid(
   row_ids=None,
   eos_ids=None,
 ) -> None:
-  """ValueError if these cannot be decoded; see `decode.generate`."""
+  """Raise a ValueError if these cannot be decoded; see `Options`."""
   max_new_tokens = at_least_one('max_new_tokens', max_new_tokens)
   for name, value in (('top_k', top_k), ('seed', seed)):
     _integer(f'{name} is', value)
@@ -93,7 +156,7 @@ def require_valid(
 def require_valid_rows(
   config: TargetConfig, tokens_BL: Any, length_B: Any, *, max_new_tokens, row_ids, eos_ids, **how: Any
 ) -> None:
-  """ValueError if padded prompts cannot be decoded; see `prefill`. What is traced is taken on trust."""
+  """Raise a ValueError if padded prompts cannot be decoded; see `prefill`. What is traced cannot be checked."""
   batch, num_prompt = tokens_BL.shape
   if not batch:
     raise ValueError('tokens_BL has no rows; one prompt or more is needed.')
@@ -119,18 +182,18 @@ def require_valid_rows(
 
 
 def is_known(*values: Any) -> bool:
-  """Is none of them traced, in whole or in part?"""
+  """Is none of the arrays in these pytrees traced?"""
   return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
 
 
 def known_integers(name: str, values: Any) -> Any:
-  """`integers`; what is None or traced stays as it is."""
+  """Check `integers`; what is None or traced stays as it is."""
   values = [*values] if isinstance(values, Iterator) else values
   return integers(name, values) if values is not None and is_known(values) else values
 
 
 def integer_array(name: str, values: Any, *, ndim: int) -> Any:
-  """An array, JAX's own as it is; ValueError unless it is of integers, in `ndim` dimensions."""
+  """Make an array, JAX's own as it is; raise a ValueError unless it holds integers in `ndim` dimensions."""
   array = values if isinstance(values, jax.Array) else np.asarray(values)
   if array.ndim != ndim or not jnp.issubdtype(array.dtype, jnp.integer):
     raise ValueError(f'{name} is {array.dtype}{[*array.shape]}; integers in {ndim} dimensions are needed.')
@@ -142,7 +205,7 @@ def _listed(values: Any) -> Any:
 
 
 def integers(name: str, values: Any) -> list[int]:
-  """Python's, from a list, or an array of one dimension; ValueError if it is none, or not of integers."""
+  """Make Python integers of a list or a one-dimensional array; raise a ValueError if it is something else."""
   values = _listed(values)
   if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
     raise ValueError(f'{name} is {values!r}; a list of integers is needed.')
@@ -150,25 +213,25 @@ def integers(name: str, values: Any) -> list[int]:
 
 
 def _integer(what_is: str, value: Any) -> int:
-  """Python's, from any kind; ValueError unless 32 bits hold it."""
+  """Make a Python integer of any kind of integer; raise a ValueError unless 32 bits hold it."""
   try:
     integer = operator.index(value)
   except TypeError:
-    raise ValueError(f'{what_is} {value!r}; an integer is needed.') from None
+    raise ValueError(f'{what_is} {value!r}: an integer is needed.') from None
   if not -(2**31) <= integer < 2**31:
     raise ValueError(f'{what_is} {value!r}; an integer of 32 bits is needed.')
   return integer
 
 
 def at_least_one(name: str, value: Any) -> int:
-  """Python's, from any kind of integer; ValueError if it is none, or below 1."""
+  """Make a Python integer of any kind of integer; raise a ValueError if it is none, or below 1."""
   if (integer := _integer(f'{name} is', value)) < 1:
     raise ValueError(f'{name} is {integer}; at least 1 is needed.')
   return integer
 
 
 def _number(what_is: str, value: Any) -> float:
-  """Python's, from any kind of scalar; ValueError if it is none."""
+  """Make a Python float of any kind of scalar; raise a ValueError if it is none."""
   try:
     if isinstance(value, (str, bytes)) or np.ndim(value):
       raise TypeError

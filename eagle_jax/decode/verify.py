@@ -11,7 +11,7 @@ from eagle_jax.tree import NO_TOKEN, DraftTree, ancestor_mask, depth
 
 
 class Verdict(NamedTuple):
-  """What one target pass decided for one row."""
+  """What one target pass decided for one sequence."""
 
   path: jax.Array  # [P] i32, accepted node ids, root first; T where unused
   token: jax.Array  # [P] i32, the target's choice after each node of the path, the bonus last; NO_TOKEN where unused
@@ -19,41 +19,44 @@ class Verdict(NamedTuple):
 
 
 def verify(tree: DraftTree, shown: Any, choose: Callable, *, max_depth: int) -> Verdict:
-  """Follows the target's own choices from the root for as long as the tree holds them.
+  """Follow the target's own choices from the root for as long as the tree holds them.
 
-  One row; batch with `jax.vmap`. Lossless for any tree: every visited node is a prefix of the target's own text, and
-  what follows it is what the target chose there.
+  One sequence; batch with `jax.vmap`. Lossless for any tree: every visited node is a prefix of the target's own text,
+  and what follows it is what the target chose there.
 
   Args:
     tree: drafted nodes.
     shown: what the target showed at each node: its logits, [V, T], or any pytree of arrays [.., T].
-    choose: (what it showed at a node, depth) -> [] i32, its token after a node that lies `depth` edges below the root.
+    choose: (what it showed at a node, [T] i32 tokens of the node's children, NO_TOKEN elsewhere, depth) -> [] i32, its
+      token after a node that lies `depth` edges below the root.
     max_depth: edges on the longest path, static; P = max_depth + 1.
 
   Returns:
     A `Verdict`; its `num_accepted + 1` tokens are ready to commit.
 
-  Source: SpecInfer, arXiv:2305.09781, tree verification; for deterministic siblings the same law as the reference's
-  sequential rejection (EAGLE.md section 6.3).
+  Source: SpecInfer, arXiv:2305.09781, tree verification; for deterministic siblings the same law as the sequential
+  rejection of EAGLE's `evaluate_posterior` (utils.py).
   """
-  ways = {'default': walk, 'cuda': at_once, 'rocm': at_once}
+  ways = {'default': verify_sequential, 'cuda': verify_parallel, 'rocm': verify_parallel}
   ways = {platform: functools.partial(way, choose=choose, max_depth=max_depth) for platform, way in ways.items()}
   return jax.lax.platform_dependent(tree, shown, **ways)
 
 
-def walk(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
-  """`verify` from node to node: the target chooses only where it comes, for choosing reads a whole vocabulary."""
+def verify_sequential(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
+  """Verify from node to node: the target chooses only at nodes it reaches, for choosing reads a whole vocabulary."""
   num_nodes, max_path = tree.token.shape[0], max_depth + 1
 
-  def is_walking(walk):
-    node, num_visited, _, _ = walk
+  def is_in_tree(visited):
+    node, num_visited, _, _ = visited
     return (node < num_nodes) & (num_visited < max_path)
 
-  def visit(walk):
-    node, num_visited, path_P, token_P = walk
-    choice = choose(jax.tree.map(lambda x: x[..., node], shown), num_visited)
-    child_T = (tree.parent == node) & (tree.token == choice)
-    child = jnp.where(child_T.any(), jnp.argmax(child_T).astype(jnp.int32), num_nodes)
+  def visit(visited):
+    node, num_visited, path_P, token_P = visited
+    is_child_T = tree.parent == node
+    child_T = jnp.where(is_child_T, tree.token, NO_TOKEN)
+    choice = choose(jax.tree.map(lambda x: x[..., node], shown), child_T, num_visited)
+    is_hit_T = is_child_T & (tree.token == choice)
+    child = jnp.where(is_hit_T.any(), jnp.argmax(is_hit_T).astype(jnp.int32), num_nodes)
     return child, num_visited + 1, path_P.at[num_visited].set(node), token_P.at[num_visited].set(choice)
 
   start = (
@@ -62,19 +65,20 @@ def walk(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Ve
     jnp.full(max_path, num_nodes, jnp.int32),
     jnp.full(max_path, NO_TOKEN, jnp.int32),
   )
-  _, num_visited, path_P, token_P = jax.lax.while_loop(is_walking, visit, start)
+  _, num_visited, path_P, token_P = jax.lax.while_loop(is_in_tree, visit, start)
   return Verdict(path_P, token_P, num_visited - 1)
 
 
-def at_once(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
-  """`verify` without a loop: a node is accepted if it and all its ancestors are what was chosen after their parents.
+def verify_parallel(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
+  """Verify without a loop: a node is accepted if it and all its ancestors are what was chosen after their parents.
 
   The target chooses at every node. On a GPU that is a few kernels, where each condition of a walk would wait for the
   host.
   """
   num_nodes, max_path = tree.token.shape[0], max_depth + 1
   node_T, mask_TT = jnp.arange(num_nodes), ancestor_mask(tree.parent, max_depth=max_depth)
-  choice_T = jax.vmap(choose, in_axes=(-1, 0))(shown, depth(mask_TT))
+  child_TT = jnp.where(tree.parent[None] == node_T[:, None], tree.token[None], NO_TOKEN)
+  choice_T = jax.vmap(choose, in_axes=(-1, 0, 0))(shown, child_TT, depth(mask_TT))
   is_twin_TT = (tree.parent[:, None] == tree.parent[None]) & (tree.token[:, None] == tree.token[None])
   is_first_T = ~(is_twin_TT & (node_T[None] < node_T[:, None])).any(axis=1)  # of equal siblings
   is_hit_T = is_first_T & (tree.token == jnp.take(choice_T, tree.parent, mode='clip')) | (node_T == 0)

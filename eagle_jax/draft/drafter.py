@@ -1,4 +1,4 @@
-"""The drafter as users hold it, and the one that drafts nothing."""
+"""The drafter as users hold it."""
 
 import dataclasses
 import functools
@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.draft.interface import Outlook
 from eagle_jax.kernels.int8 import Quantised, quantised
-from eagle_jax.policy.trees import TreePolicy
-from eagle_jax.tree import Candidates, root_only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +93,3 @@ def _in_bytes(params: dict[str, Any], *, width: int) -> dict[str, Any]:
     return quantised(x, num_parts=x.shape[-1] // width if owner == 'fc' else 1)
 
   return jax.tree_util.tree_map_with_path(small, params)
-
-
-@dataclasses.dataclass(frozen=True)
-class NoDrafter:
-  """Plain decoding: the same loop, with nothing drafted and nothing to remember."""
-
-  def init(self, batch: int, num_slots: int) -> Any:
-    return ()
-
-  def follow(self, params, state, token_BP, taps) -> Any:
-    return ()
-
-  def absorb(self, state, followed, count_B) -> Any:
-    return state
-
-  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, outlook: Outlook) -> Candidates:
-    return root_only(root_B)

@@ -1,7 +1,7 @@
-"""The EAGLE-1/2 head (arXiv:2401.15077; EAGLE.md section 1): one decoder layer that continues the target's features.
+"""The EAGLE-1/2 head (arXiv:2401.15077): one decoder layer that continues the target's features.
 
-Row t joins the feature f_t with the embedding of the *next* token x_{t+1}, stands at RoPE position t, and its output
-stands in for f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
+Position t joins the feature f_t with the embedding of the *next* token x_{t+1}, at RoPE position t. Its output stands
+in for f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewRows
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow
-from eagle_jax.draft.interface import Outlook
-from eagle_jax.draft.ngram import Evidence
+from eagle_jax.draft.interface import DraftContext
+from eagle_jax.draft.lookup import WEIGHTS, Evidence
 from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.top_k import top_k
 from eagle_jax.models.layers import (
@@ -42,7 +42,7 @@ class EagleHead(nn.Module):
 
   @nn.compact
   def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
-    """Outputs of the rows, [D, R], and the memory that `mix` returns."""
+    """Outputs [D, R], and the memory that `mix` returns."""
     x_DR = Linear((self.config.width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
     # No input norm, for what comes in is normed; and no final one.
     layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
@@ -52,24 +52,17 @@ class EagleHead(nn.Module):
 class EagleState(NamedTuple):
   """What the drafter remembers of the committed text."""
 
-  cache: KVCache  # one layer; a row for every committed token
-  feature: jax.Array  # [B, D], the drafter's output at the newest row: it predicts the root's first children
-
-
-class Followed(NamedTuple):
-  """What the drafter made of P target rows that may be committed."""
-
-  out: jax.Array  # [D, B, P]
-  rows: NewRows  # one layer
+  cache: KVCache  # one layer; an entry for every committed token
+  feature: jax.Array  # [B, D], the drafter's output at the newest position: it predicts the root's first children
 
 
 class Drafted(NamedTuple):
-  """What one level of a tree hands to the next; M counts the rows of all levels but the last, the newest at the end."""
+  """What one level of a tree hands to the next; M counts the nodes of all levels but the last, the newest last."""
 
   out: jax.Array  # [D, B, W], of the level's nodes
-  mask: jax.Array  # [B, W, M] bool, which drafted rows they see
-  memory: tuple[jax.Array, jax.Array]  # [B, G, M, K], keys and values of those rows
-  match: Any  # [B, W, S] i32, of `lookup.Lookup`; None without it
+  mask: jax.Array  # [B, W, M] bool, which drafted nodes they see
+  memory: tuple[jax.Array, jax.Array]  # [B, G, M, K], keys and values of those nodes
+  match: Any  # [B, W, S] i32, of `lookup.TextLookup`; None without it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +70,13 @@ class Eagle:
   """`EagleHead` as the pure functions that the decode loop calls (`draft.interface.DraftNetwork`).
 
   Its params: `fc` and `layer`, and by reference `embed` [V, D] and `head` [U, D] of the target, with `ids` [U] i32, the
-  target id of each row of that head: all of them, or a draft vocabulary. Then `whole_head` [V, D] has all rows. All
-  matrices but `embed` and `whole_head` may be `Quantised`.
+  target id of each row of that head: all of them, or a draft vocabulary. Then `whole_head` [V, D] has all of them. All
+  matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [2] f32, where given, replaces the defaults
+  of `draft.lookup`.
   """
 
   config: Any  # a `DrafterConfig`; of subclasses, another
   dtype: Any = jnp.float32
-
-  def init(self, batch: int, num_slots: int) -> EagleState:
-    cache = kv_cache.init(self.config, num_layers=1, batch=batch, num_slots=num_slots, dtype=self.dtype)
-    return EagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
@@ -94,20 +84,20 @@ class Eagle:
     position_BT = jnp.zeros((1, 1), jnp.int32)
     return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, unmixed)['params']
 
-  def enter(self, params, taps) -> jax.Array:
-    """[D, B, P], the features of target rows as the head takes them."""
+  def fuse_taps(self, params, taps) -> jax.Array:
+    """Make the features [D, B, P] that the layer takes of what the target shows."""
     return taps.feature
 
-  def feed(self, params, out_DBW: jax.Array) -> jax.Array:
-    """[D, B, W], what a drafted row's output gives its children for a feature."""
+  def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
+    """Make the features [D, B, W] that nodes' children take of the nodes' outputs."""
     return out_DBW
 
-  def read(self, params, out_DR: jax.Array) -> jax.Array:
-    """[D, R], what the language-model head reads of an output."""
+  def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
+    """Make what the language-model head reads, [D, R], of the outputs."""
     return out_DR
 
-  def rows(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
-    """[D, B, T] outputs of T rows of (next token, feature), and the memory that `mix` returns."""
+  def apply_layer(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
+    """Run T pairs of (next token, feature): outputs [D, B, T], and the memory that `mix` returns."""
     variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
@@ -115,46 +105,55 @@ class Eagle:
     return out[0].reshape(feature_DBT.shape), out[1]
 
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
-    """`rows` behind the committed ones, and the keys and values of all new ones so far; see `layers.OverCache`."""
+    """Run `apply_layer` behind the committed entries; also return keys and values of all new ones so far."""
     mix = OverCache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier)
-    return self.rows(params, token_BT, feature_DBT, position_BT, mix)
+    return self.apply_layer(params, token_BT, feature_DBT, position_BT, mix)
 
-  def follow(self, params, state: EagleState, token_BP, taps) -> Followed:
-    """Each row sees the text and all up to itself; see `draft.interface.DraftNetwork.follow`."""
-    batch, num_rows = token_BP.shape
-    position_BP = state.cache.length[:, None] + jnp.arange(num_rows)[None]
-    causal_BPP = jnp.broadcast_to(jnp.tri(num_rows, dtype=bool), (batch, num_rows, num_rows))
-    feature_DBP = self.enter(params, taps)
-    out_DBP, (keys, values) = self.forward(params, token_BP, feature_DBP, position_BP, causal_BPP, state.cache)
-    return Followed(out_DBP, NewRows((keys,), (values,)))
+  def start(self, params, token_BL, taps, length_B, num_slots: int) -> EagleState:
+    """Read the prompts from an empty cache; see `draft.interface.DraftNetwork.start`."""
+    empty = kv_cache.init(self.config, num_layers=1, batch=len(length_B), num_slots=0, dtype=self.dtype)
+    out_DBL, rows = self.apply_behind(params, empty, token_BL, taps)
+    return EagleState(kv_cache.filled(rows, length_B, num_slots=num_slots), _at(out_DBL, length_B - 1))
 
-  def absorb(self, state: EagleState, followed: Followed, count_B) -> EagleState:
-    """Keeps the first `count` rows a batch row; see `draft.interface.DraftNetwork.absorb`."""
-    newest_B = jnp.maximum(count_B - 1, 0)
-    newest_BD = jnp.take_along_axis(followed.out, newest_B[None, :, None], axis=2, mode='clip')[..., 0].T
+  def update(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
+    """Read what was committed behind the cache; see `draft.interface.DraftNetwork.update`."""
+    out_DBP, rows = self.apply_behind(params, state.cache, token_BP, taps)
+    newest_BD = _at(out_DBP, jnp.maximum(count_B - 1, 0))
     feature_BD = jnp.where(count_B[:, None] > 0, newest_BD, state.feature)
     # The same count; but it hangs on the output now, so what `append` writes waits for all that read the cache.
     count_B = jnp.where(jnp.isnan(newest_BD).any(axis=1), jnp.maximum(count_B, 0), count_B)
-    return EagleState(kv_cache.append(state.cache, followed.rows, count_B), feature_BD)
+    return EagleState(kv_cache.append(state.cache, rows, count_B), feature_BD)
 
-  def propose(self, params, state: EagleState, root_B, policy: TreePolicy, outlook: Outlook) -> Candidates:
-    """Grows every row's candidates."""
-    length_B, lookup = state.cache.length, outlook.lookup
+  def apply_behind(self, params, cache: KVCache, token_BP, taps) -> tuple[jax.Array, NewRows]:
+    """Run over P target positions behind the cache, each of which sees the text and all up to itself: outputs
+    [D, B, P], and their keys and values."""
+    batch, num_positions = token_BP.shape
+    position_BP = cache.length[:, None] + jnp.arange(num_positions)[None]
+    causal_BPP = jnp.broadcast_to(jnp.tri(num_positions, dtype=bool), (batch, num_positions, num_positions))
+    feature_DBP = self.fuse_taps(params, taps)
+    out_DBP, (keys, values) = self.forward(params, token_BP, feature_DBP, position_BP, causal_BPP, cache)
+    return out_DBP, NewRows((keys,), (values,))
+
+  def propose(self, params, state: EagleState, root_B, policy: TreePolicy, context: DraftContext) -> Candidates:
+    """Grow every sequence's candidates."""
+    length_B, lookup = state.cache.length, context.lookup if policy.lookup else None
 
     def children(out_DBW, match_BWS, depth: Any, fanout: int) -> Children:
-      evidence = None if lookup is None else lookup.after(match_BWS)
-      return self.children(params, out_DBW, functools.partial(outlook.noise, depth + 1), fanout, evidence)
+      evidence = None if lookup is None else lookup.after(match_BWS, params.get('lookup_weights', WEIGHTS))
+      return self.children(params, out_DBW, functools.partial(context.noise, depth + 1), fanout, evidence)
 
     def step(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
       # A node's feature is the output at its parent; it sees what its parent saw, and itself.
       of_parent = functools.partial(jnp.take_along_axis, indices=frontier.parent_slot[..., None], axis=1, mode='clip')
-      feature_DBW = jnp.take_along_axis(self.feed(params, drafted.out), frontier.parent_slot[None], axis=2, mode='clip')
+      feature_DBW = jnp.take_along_axis(
+        self.next_feature(params, drafted.out), frontier.parent_slot[None], axis=2, mode='clip'
+      )
       batch, width = frontier.token.shape
       itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
       mask_BWM = jnp.concatenate([of_parent(drafted.mask), itself_BWW], axis=2)
       position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
-      rows = frontier.token, feature_DBW, position_BW, mask_BWM
-      out_DBW, memory = self.forward(params, *rows, state.cache, drafted.memory)
+      nodes = frontier.token, feature_DBW, position_BW, mask_BWM
+      out_DBW, memory = self.forward(params, *nodes, state.cache, drafted.memory)
       match_BWS = None if lookup is None else lookup.extended(of_parent(drafted.match), frontier.token)
       kept = jax.tree.map(lambda x_BGMK: x_BGMK[:, :, width:], memory)
       after = Drafted(out_DBW, mask_BWM[..., width:], kept, match_BWS)
@@ -169,25 +168,26 @@ class Eagle:
     match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, width, axis=1)
     mask_BWM = jnp.zeros((batch, width, num_earlier), bool)
     memory = (jnp.zeros((batch, num_heads, num_earlier, head_dim), self.dtype),) * 2
-    return grow(roots, step, Drafted(out_DBW, mask_BWM, memory, match_BWS), root_B, policy, outlook)
+    return grow(roots, step, Drafted(out_DBW, mask_BWM, memory, match_BWS), root_B, policy, context)
 
   def children(
     self, params, out_DBW: jax.Array, noise: Callable, fanout: int, evidence: Evidence | None = None
   ) -> Children:
-    """The `fanout` likeliest next tokens after each drafted row.
+    """Find the `fanout` likeliest next tokens after each node.
 
-    Greedy, these are the reference's: its confidences are at temperature 1 (EAGLE.md 4.2). A sampled token is the best
-    under noise that is known: so the drafter adds the same noise, and its confidence says which token will be drawn.
+    Greedy, these are the reference's, whose confidences are at temperature 1 (`topK_genrate` in cnets.py). A sampled
+    token is the best under noise that is known: so the drafter adds the same noise, and its confidence says which token
+    will be drawn.
 
     Args:
-      out_DBW: the rows' outputs.
+      out_DBW: the nodes' outputs.
       noise: [n, B] i32 ids -> [n, B] f32.
       fanout: static.
       evidence: what the text suggests, which may be a token outside the draft vocabulary.
     """
     shape_BW, ids_U = out_DBW.shape[1:], params['ids']
     batch, width = shape_BW
-    out_DR = self.read(params, out_DBW.reshape(out_DBW.shape[0], -1)).astype(params['head'].dtype)
+    out_DR = self.pre_head(params, out_DBW.reshape(out_DBW.shape[0], -1)).astype(params['head'].dtype)
     noise_UB = noise(jnp.broadcast_to(ids_U[:, None], (len(ids_U), batch)))
     noise_UR = jnp.repeat(noise_UB, width, axis=1)
     logits_UR = head_logits(params['head'], out_DR) + noise_UR
@@ -199,7 +199,7 @@ class Eagle:
     return Children(token_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout))
 
   def weighed(self, params, logits_UR, out_DR, noise: Callable, evidence: Evidence) -> jax.Array:
-    """[U, R] logits with what the text suggests raised; [U + 1, R] where that may be a token outside those ids."""
+    """Raise the logits [U, R] of what the text suggests; [U + 1, R] where that may be a token outside those ids."""
     token_R, weight_R = evidence.token.reshape(-1), evidence.weight.reshape(-1)
     is_told_UR = params['ids'][:, None] == token_R[None]
     logits_UR += jnp.where(is_told_UR, weight_R[None], 0)
@@ -209,3 +209,8 @@ class Eagle:
     told_R = einsum_float32('dr,dr->r', embed(params['whole_head'], token_R), out_DR) + noise_R + weight_R
     is_new_R = (token_R != NO_TOKEN) & ~is_told_UR.any(axis=0)
     return jnp.concatenate([logits_UR, jnp.where(is_new_R, told_R, -jnp.inf)[None]])
+
+
+def _at(out_DBP: jax.Array, index_B: jax.Array) -> jax.Array:
+  """[B, D]: outputs at one position of each sequence."""
+  return jnp.take_along_axis(out_DBP, index_B[None, :, None], axis=2, mode='clip')[..., 0].T

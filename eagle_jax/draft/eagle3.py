@@ -1,7 +1,7 @@
-"""The EAGLE-3 head (arXiv:2503.01840; EAGLE.md section 2): features of three depths, fused, and a head of its own.
+"""The EAGLE-3 head (arXiv:2503.01840): features of three depths, fused, and a head of its own.
 
-Rows are shifted as in EAGLE-1/2: row t joins the fused feature of token t with the embedding of the *next* token, and
-stands at RoPE position t. Its output is free to be anything: the drafter's own norm and head turn it into a
+Positions are shifted as in EAGLE-1/2: position t joins the fused feature of token t with the embedding of the *next*
+token. Its output is free to be anything: the drafter's own norm and head turn it into a
 distribution, and for the next draft step it takes the place of the fused feature.
 """
 
@@ -18,7 +18,7 @@ from eagle_jax.models.layers import Attention, Linear, Mix, RMSNorm, Rotation, S
 
 
 class Eagle3Head(nn.Module):
-  """fc over the taps; a layer whose attention reads [embedding, feature]; the final norm."""
+  """`fc` over the taps; a layer whose attention reads [embedding, feature]; the final norm."""
 
   config: Eagle3Config
 
@@ -37,7 +37,7 @@ class Eagle3Head(nn.Module):
     return self.fc(jnp.concatenate(taps))
 
   def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
-    """Outputs of the rows, [D, R], and the memory that `mix` returns."""
+    """Outputs [D, R], and the memory that `mix` returns."""
     normed_DR = self.feature_norm(feature_DR)
     both_R = jnp.concatenate([self.embedding_norm(embedding_DR), normed_DR])
     mixed_DR, memory = self.attn(both_R, Rotation.of(self.config, position_BT), mix)
@@ -70,24 +70,24 @@ class Eagle3(Eagle):
     row_D1 = jnp.zeros((c.width, 1), self.dtype)
     return Eagle3Head(c).init(key, row_D1, taps, jnp.zeros((1, 1), jnp.int32), unmixed, method='everything')['params']
 
-  def enter(self, params, taps) -> jax.Array:
-    rows = tuple(tap_DBP.reshape(tap_DBP.shape[0], -1).astype(self.dtype) for tap_DBP in taps.residual)
-    return self._apply(params, rows, method='fuse').reshape(-1, *taps.feature.shape[1:])
+  def fuse_taps(self, params, taps) -> jax.Array:
+    taps_DR = tuple(tap_DBP.reshape(tap_DBP.shape[0], -1).astype(self.dtype) for tap_DBP in taps.residual)
+    return self._apply(params, taps_DR, method='fuse').reshape(-1, *taps.feature.shape[1:])
 
-  def feed(self, params, out_DBW: jax.Array) -> jax.Array:
+  def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
     if not self.config.norm_output:
       return out_DBW
-    return self.read(params, out_DBW.reshape(out_DBW.shape[0], -1)).reshape(out_DBW.shape)
+    return self.pre_head(params, out_DBW.reshape(out_DBW.shape[0], -1)).reshape(out_DBW.shape)
 
-  def read(self, params, out_DR: jax.Array) -> jax.Array:
+  def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
     return self._apply(params, out_DR, method='final')
 
-  def rows(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
+  def apply_layer(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
     out_DR, memory = self._apply(params, embedding_DR, feature_DR, position_BT, mix, method='__call__')
     return out_DR.reshape(feature_DBT.shape), memory
 
   def _apply(self, params, *args, method: str) -> Any:
-    own = {name: x for name, x in params.items() if name not in ('embed', 'head', 'ids')}
+    own = {name: x for name, x in params.items() if name not in ('embed', 'head', 'ids', 'lookup_weights')}
     return Eagle3Head(self.config).apply({'params': own}, *args, method=method)

@@ -1,4 +1,4 @@
-"""Growing the draft tree: EAGLE-2's expand (arXiv:2406.16858, section 4; EAGLE.md section 4); `tree.rerank` cuts it.
+"""Grow the draft tree: EAGLE-2's expansion phase (arXiv:2406.16858, section 4); `tree.rerank` cuts it.
 
 `grow` asks any drafter for children, level by level, and a policy for what ranks them. Its budget is fixed: what is not
 in use scores -inf and carries NO_TOKEN.
@@ -13,20 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.draft.interface import Outlook
+from eagle_jax.draft.interface import DraftContext
 from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 
 class Children(NamedTuple):
-  """What each frontier node offers, likeliest first."""
+  """The children that each frontier node offers, likeliest first."""
 
   token: jax.Array  # [B, W, C] i32, target ids
   log_p: jax.Array  # [B, W, C] f32, the drafter's log-probability given the path, nats
 
 
 class Frontier(NamedTuple):
-  """One row's nodes to be expanded next, best first."""
+  """One sequence's nodes to be expanded next, best first."""
 
   token: jax.Array  # [W] i32
   log_q: jax.Array  # [W] f32
@@ -35,7 +35,7 @@ class Frontier(NamedTuple):
 
 
 class Shape(NamedTuple):
-  """Of a level below the root's children: nodes in the frontiers, and the children that each offers."""
+  """Static sizes of a level below the root's children: frontier widths, and the children that each node offers."""
 
   last_width: int  # below the root's children as many as there are of them
   width: int
@@ -49,29 +49,28 @@ class Shape(NamedTuple):
 
 
 def first_width(policy: TreePolicy) -> int:
-  """Nodes in the first frontier below the root; 1, for nobody, if the tree ends with the root's children."""
+  """Count the nodes in the first frontier below the root; 1, unused, if the tree ends with the root's children."""
   return (*policy.widths, 1)[1]
 
 
 def expand(
-  frontier: Frontier, children: Children, first: jax.Array, *, policy: TreePolicy, depth: int | jax.Array, width: int
+  frontier: Frontier, children: Children, score_WC: jax.Array, first: jax.Array, *, width: int
 ) -> tuple[Candidates, Frontier]:
-  """One level: every frontier node's children become candidates; the best `width` of all form the next frontier.
+  """Make every frontier node's children candidates, and the best `width` of all of them the next frontier.
 
   Args:
-    frontier: one row's frontier at `depth`.
+    frontier: of one sequence.
     children: theirs, [W, C].
+    score_WC: [W, C] f32, what ranks them; -inf: not offered.
     first: [] i32, number of the level's first candidate; child c of slot w is candidate first + w * C + c.
-    policy: static.
-    depth: 0 at the root; may be traced.
     width: size of the next frontier, static.
   """
   fanout = children.token.shape[1]
-  # A NaN would break the order that makes rerank's choice a tree.
-  log_p_WC = jnp.where(jnp.isnan(children.log_p), -jnp.inf, children.log_p)
-  log_q_WC = frontier.log_q[:, None] + log_p_WC
-  is_used_WC = log_q_WC > -jnp.inf  # what grows from an unused slot must end as NO_TOKEN, never as a real token
-  score_n = jnp.where(is_used_WC, policy.score(depth, log_q_WC), -jnp.inf).reshape(-1)
+  log_q_WC = frontier.log_q[:, None] + children.log_p
+  # What grows from an unused slot must end as NO_TOKEN, never as a real token.
+  is_used_WC = (log_q_WC > -jnp.inf) & (score_WC > -jnp.inf)
+  log_q_WC = jnp.where(is_used_WC, log_q_WC, -jnp.inf)
+  score_n = jnp.where(is_used_WC, score_WC, -jnp.inf).reshape(-1)
   token_n = jnp.where(is_used_WC, children.token, NO_TOKEN).reshape(-1)
   parent_n = jnp.repeat(frontier.candidate, fanout)
   level = Candidates(token_n, parent_n, log_q_WC.reshape(-1), score_n)
@@ -80,9 +79,9 @@ def expand(
 
 
 def grow(
-  roots: Children, step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, outlook: Outlook
+  roots: Children, step: Callable, carry: Any, root_B: jax.Array, policy: TreePolicy, context: DraftContext
 ) -> Candidates:
-  """Grows every row's candidate tree to the policy's depth, or for as long as a level is worth its time.
+  """Grow every sequence's candidate tree to the policy's depth, or for as long as the policy keeps going.
 
   Levels of one shape are traced once.
 
@@ -91,25 +90,29 @@ def grow(
     step: (carry, frontier, depth, fanout) -> (Children, carry): a drafter runs its network on the frontier's nodes,
       `depth` edges below the root, [] i32.
     carry: the drafter's own state, as after a step over `first_width` nodes that all are the root.
-    root_B: [B] i32, the newest token of each row.
-    policy: static.
-    outlook: says which levels are worth their time; what is left out has unused nodes.
+    root_B: [B] i32, the newest token of each sequence.
+    policy: static; its sizes are read here, its rules through `context`.
+    context: ranks children, and stops growing; the levels left out have unused nodes.
 
   Returns:
-    `Candidates` of A = 1 + sum(widths * fanouts) nodes a row.
+    `Candidates` of A = 1 + sum(widths * fanouts) nodes a sequence.
   """
   first_d = np.asarray(level_starts(policy), np.int32)
 
   def expanded(
     frontier: Frontier, children: Children, depth: int | jax.Array, width: int
   ) -> tuple[Candidates, Frontier]:
-    run = functools.partial(expand, policy=policy, depth=depth, width=width)
-    return jax.vmap(run, (0, 0, None))(frontier, children, jnp.asarray(first_d)[depth])
+    # A NaN would break the order that makes rerank's choice a tree.
+    log_p_BWC = jnp.where(jnp.isnan(children.log_p), -jnp.inf, children.log_p)
+    score_BWC = context.score(depth, frontier.log_q, log_p_BWC)
+    run = functools.partial(expand, width=width)
+    children = children._replace(log_p=log_p_BWC)
+    return jax.vmap(run, (0, 0, 0, None))(frontier, children, score_BWC, jnp.asarray(first_d)[depth])
 
   def level(grown: tuple[Any, Frontier], depth: jax.Array, *, shape: Shape) -> tuple[tuple[Any, Frontier], Candidates]:
     run = functools.partial(step, depth=depth, fanout=shape.fanout)
-    is_worth = outlook.is_level_worth(depth, grown[1].log_q)
-    children, carry = run(*grown) if is_worth is True else _perhaps(is_worth, run, *grown)
+    keep_going = context.keep_going(depth, grown[1].log_q)
+    children, carry = run(*grown) if keep_going is None else _run_if(keep_going, run, *grown)
     candidates, frontier = expanded(grown[1], children, depth, shape.next_width)
     return (carry, frontier), candidates
 
@@ -126,7 +129,7 @@ def grow(
 
 
 def _each(level: Callable, grown: Any, depth_d: jax.Array) -> tuple[Any, Candidates]:
-  """Level after level: what they leave, and their candidates, [d, B, n] fields.
+  """Run level after level; return what the last leaves, and all their candidates, [d, B, n] fields.
 
   On a CPU a loop: XLA:CPU reads a compiled program back in time that grows with the square of its size. Elsewhere level
   by level, for a TPU keeps what it can of the drafter's weights in fast memory from one to the next.
@@ -142,12 +145,12 @@ def _each(level: Callable, grown: Any, depth_d: jax.Array) -> tuple[Any, Candida
   return jax.lax.platform_dependent(grown, cpu=run(1), default=run(len(depth_d)))
 
 
-def _perhaps(is_worth: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
-  """The level, or children that are all unused. A drafter only reads its cache, so nothing is copied for the branch."""
+def _run_if(keep_going: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
+  """Run the level, or return children that are all unused. A drafter only reads its cache, so none is copied."""
   run = jax.jit(run)  # traced once for its shapes and for the branch
 
   def skip(carry, frontier):
     children, carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, carry, frontier))
     return children._replace(log_p=jnp.full_like(children.log_p, -jnp.inf)), carry
 
-  return jax.lax.cond(is_worth, run, skip, carry, frontier)
+  return jax.lax.cond(keep_going, run, skip, carry, frontier)

@@ -9,6 +9,7 @@ from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors
+from eagle_jax.draft.ngram import Ngram, NgramConfig
 from eagle_jax.draft.tables import eagle3_table, eagle_table
 from eagle_jax.weights.folder import naming_config
 from eagle_jax.weights.naming import Table
@@ -37,6 +38,9 @@ class Kind:
   read_tensors: Callable[..., Iterator[tuple[str, Any]]] = _no_tensors  # see `heads.read_head_tensors`
   # What it takes from the target where it has none of its own: 'embed', 'head', and 'ids' to draft.
   borrows: frozenset[str] = frozenset()
+  has_logits: bool = True  # so that a policy's `lookup` can raise some of them
+  # Makes the config of a kind without weights, which is loaded by the kind's name; None of a kind with weights.
+  for_target: Callable[[TargetConfig], Any] | None = None
 
 
 KINDS: dict[str, Kind] = {
@@ -58,6 +62,7 @@ KINDS: dict[str, Kind] = {
     read_tensors=read_head_tensors,
     borrows=frozenset({'embed', 'ids'}),
   ),
+  'ngram': Kind('n-gram', NgramConfig, Ngram, has_logits=False, for_target=NgramConfig.for_target),
 }
 
 

@@ -1,64 +1,99 @@
-"""What the text itself suggests: the token that followed the longest earlier match of what was said last.
+"""A drafter without weights: the tokens that followed earlier matches of the text's end, and nothing else.
 
-Prompt lookup (SYSTEMS.md section 2.5) drafts that token and no other; SAM-Decoding (2.6) leaves the choice between it
-and a drafter's tree to the match's length. Here it is evidence: it raises one logit of the drafter, so both stand in
-one distribution, and tree policies, noise and calibration see nothing but a better drafter.
+Prompt lookup decoding (Saxena, 2023) as a tree: each node offers what followed the longest earlier matches of its path,
+the latest first among equally long ones. It pays where a text repeats its prompt or itself, as in edits and summaries.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.tree import NO_TOKEN
-
-MAX_MATCH = 16  # tokens; a longer match counts as one of so many
-# Nats for a match of m tokens: FIRST + GROWTH * ln(m). The likeliest weights for 1, 2, 4, 8 and 16 tokens, fitted one
-# by one on 70 greedy answers of SmolLM2, were 1.5, 2.75, 4, 5.75 and 9; at temperature 1, 1.75, 2.75, 3.75, then 4.5.
-FIRST, GROWTH = 1.5, 2.0
-
-
-class Evidence(NamedTuple):
-  """What followed an earlier match."""
-
-  token: jax.Array  # [B, W] i32, a target id; NO_TOKEN where nothing matched
-  weight: jax.Array  # [B, W] f32, nats to be added to its logit
+from eagle_jax.config import TargetConfig
+from eagle_jax.draft.expand import Children, Frontier, first_width, grow
+from eagle_jax.draft.interface import DraftContext
+from eagle_jax.draft.lookup import WEIGHTS, TextLookup
+from eagle_jax.policy.trees import TreePolicy
+from eagle_jax.tree import NO_TOKEN, Candidates
 
 
-class Lookup(NamedTuple):
-  """The text of each row, to be looked into.
+@dataclasses.dataclass(frozen=True)
+class NgramConfig:
+  """What the drafter knows of its target."""
 
-  What is remembered of a path (the text, or the text and drafted tokens behind it) is its match [B, W, S] i32: of how
-  many of the path's newest tokens those up to each place are a copy. One token more, and copies that go on with it are
-  one longer, a place further; all others end.
+  vocab_size: int
+  target_width: int
+  name: str = 'ngram'
+  draft_vocab_size: None = None  # it may draft all ids
+
+  @classmethod
+  def for_target(cls, target: TargetConfig) -> 'NgramConfig':
+    return cls(target.vocab_size, target.width)
+
+  @property
+  def num_ids(self) -> int:
+    """Ids that it may draft."""
+    return self.vocab_size
+
+  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
+    """It reads nothing of the target."""
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ngram:
+  """A `draft.interface.DraftNetwork` whose state is empty: all that it needs is the text in its context."""
+
+  config: NgramConfig
+  dtype: Any = jnp.float32
+
+  def start(self, params, token_BL, taps, length_B, num_slots: int) -> Any:
+    return ()
+
+  def update(self, params, state, token_BP, taps, count_B) -> Any:
+    return state
+
+  def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, context: DraftContext) -> Candidates:
+    """Grow every sequence's candidates from the matches of their paths."""
+    lookup = context.lookup
+
+    def step(match_BWS, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, jax.Array]:
+      match_BWS = jnp.take_along_axis(match_BWS, frontier.parent_slot[..., None], axis=1, mode='clip')
+      match_BWS = lookup.extended(match_BWS, frontier.token)
+      return suggest(lookup, match_BWS, fanout), match_BWS
+
+    match_B1S = lookup.match()
+    roots = suggest(lookup, match_B1S, policy.fanouts[0])
+    return grow(roots, step, jnp.repeat(match_B1S, first_width(policy), axis=1), root_B, policy, context)
+
+
+def suggest(lookup: TextLookup, match_BWS: jax.Array, fanout: int) -> Children:
+  """Find `fanout` different tokens that followed the longest earlier matches of each path, longest first.
+
+  Their log-probabilities are a softmax over the weights of their matches (see `lookup.WEIGHTS`) and a 0 for any other
+  token.
+
+  Args:
+    lookup: the text.
+    match_BWS: [B, W, S] i32, of the paths.
+    fanout: C, static; where fewer tokens followed matches, the others are NO_TOKEN with -inf.
   """
-
-  text: jax.Array  # [B, S] i32
-  newest: jax.Array  # [B] i32, where its last token stands
-
-  def match(self) -> jax.Array:
-    """[B, 1, S] i32, of the text's own end."""
-    match_B1S = jnp.zeros_like(self.text)[:, None]
-    for back in reversed(range(MAX_MATCH)):
-      place_B1 = self.newest[:, None] - back
-      token_B1 = jnp.take_along_axis(self.text, place_B1, axis=1, mode='clip')
-      match_B1S = self.extended(match_B1S, jnp.where(place_B1 >= 0, token_B1, NO_TOKEN))
-    return match_B1S
-
-  def extended(self, match_BWS: jax.Array, token_BW: jax.Array) -> jax.Array:
-    """[B, W, S] i32, of each path with one token more. What the newest token would match is itself: it counts not."""
-    index_1S = jnp.arange(self.text.shape[1])[None]
-    earlier_BS = jnp.where(index_1S < self.newest[:, None], self.text, NO_TOKEN)
-    agrees_BWS = (earlier_BS[:, None] == token_BW[..., None]) & (token_BW[..., None] != NO_TOKEN)
-    before_BWS = jnp.pad(match_BWS[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    return jnp.where(agrees_BWS, jnp.minimum(before_BWS + 1, MAX_MATCH), 0)
-
-  def after(self, match_BWS: jax.Array) -> Evidence:
-    """What followed the longest earlier match of each path, of equally long ones the last."""
+  num_places = match_BWS.shape[2]
+  place_11S = jnp.arange(num_places)[None, None]
+  next_BS = jnp.pad(lookup.text[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+  first, growth = WEIGHTS
+  tokens, weights = [], []
+  for _ in range(fanout):
+    order_BWS = match_BWS * num_places + place_11S  # by length, then by place
+    place_BW = jnp.argmax(order_BWS, axis=2)
     length_BW = match_BWS.max(axis=2)
-    index_11S = jnp.arange(match_BWS.shape[2])[None, None]
-    place_BW = jnp.where(match_BWS == length_BW[..., None], index_11S, 0).max(axis=2)
-    token_BW = jnp.take_along_axis(self.text, place_BW + 1, axis=1, mode='clip')
-    weight_BW = FIRST + GROWTH * jnp.log(jnp.maximum(length_BW, 1).astype(jnp.float32))
-    is_found_BW = length_BW > 0
-    return Evidence(jnp.where(is_found_BW, token_BW, NO_TOKEN), jnp.where(is_found_BW, weight_BW, 0.0))
+    token_BW = jnp.where(length_BW > 0, jnp.take_along_axis(next_BS, place_BW, axis=1, mode='clip'), NO_TOKEN)
+    weight_BW = first + growth * jnp.log(jnp.maximum(length_BW, 1).astype(jnp.float32))
+    tokens.append(token_BW)
+    weights.append(jnp.where(length_BW > 0, weight_BW, -jnp.inf))
+    match_BWS = jnp.where(next_BS[:, None] == token_BW[..., None], 0, match_BWS)
+  weight_BWC = jnp.stack(weights, axis=2)
+  none_BW1 = jnp.zeros((*weight_BWC.shape[:2], 1))
+  log_p_BWC = jax.nn.log_softmax(jnp.concatenate([weight_BWC, none_BW1], axis=2), axis=2)[..., :-1]
+  return Children(jnp.stack(tokens, axis=2), log_p_BWC)

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.cache import KVCache, NewRows
-from eagle_jax.decode.generate import build
-from eagle_jax.decode.prefill import pad_prompts, prepare, run_prefill
+from eagle_jax.decode.buckets import pad_prompts
+from eagle_jax.decode.build import build
+from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import DecodeState, Params, Spec
-from eagle_jax.decode.step import cycle, decode_loop, result
+from eagle_jax.decode.step import decode_loop, result, step, tau
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
@@ -114,8 +115,7 @@ class Traced:
   @property
   def tau(self) -> float:
     """New tokens a target pass, over all examples; a row's first token comes from prefill, and does not count."""
-    num_decoded = sum(self.num_new_tokens) - len(self.num_new_tokens)
-    return num_decoded / self.num_passes if self.num_passes else 1.0
+    return tau(sum(self.num_new_tokens), self.num_passes, num_sequences=len(self.num_new_tokens))
 
   @property
   def acceptance(self) -> tuple[float, ...]:
@@ -184,8 +184,8 @@ def observe(
     room_B = np.asarray([first_answer(examples[number]).num_new for number in batch.numbers])
     while not bool(state.is_done.all()):
       num_tokens_B = fetched(state.num_tokens)
-      state, checked = _observed(batch.params, state, spec=batch.spec)
-      tree, path_BP = fetched((checked.tree, checked.verdict.path))
+      state, tree_pass = _observed(batch.params, state, spec=batch.spec)
+      tree, path_BP = fetched((tree_pass.tree, tree_pass.verdict.path))
       for b, room in enumerate(room_B - num_tokens_B[: len(room_B)]):
         if room > 0:
           row = DraftTree(*(x[b] for x in tree))
@@ -198,7 +198,7 @@ def observe(
   return Nodes(*(np.concatenate(x) for x in zip(*seen, strict=True)))
 
 
-_observed = jax.jit(cycle, static_argnames='spec', donate_argnames='state')
+_observed = jax.jit(step, static_argnames='spec', donate_argnames='state')
 
 
 def _nodes(tree: DraftTree, path_P: np.ndarray, *, max_depth: int) -> Nodes:

@@ -4,30 +4,22 @@
 """
 
 import dataclasses
-import functools
-import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.files import cache_folder, parse_json, replacing
-from eagle_jax.policy.adaptive import Economies, Gains, Prices
-from eagle_jax.policy.trees import Adaptive, Chain, DynamicTree, Plain, TreePolicy
+from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostTables, StepCosts
+from eagle_jax.policy.kinds import KINDS, kind_of
+from eagle_jax.policy.trees import TreePolicy
 
-VERSION = 5  # of the stored form
-SHIPPED = Path(__file__).parents[1] / 'assets' / 'costs'
-KINDS = {'plain': Plain, 'chain': Chain, 'dynamic': DynamicTree, 'adaptive': Adaptive}
-
-# How far the gain of a pass, tau - 1, differs between the texts of a batch, over its mean. Measured with the shipped
-# pair in batches of 2, 4 and 8 texts of 64 tokens: 0.24 to 0.29 with a chain of 1, 0.37 to 0.43 with a chain of 3.
-SPREAD = 0.35
-MARGIN = 1.05  # what is only modelled must be so much faster than plain decoding
+# Defaults of what a cost file may say of its own pair.
+SPREAD = 0.35  # how far the gain of a pass, tau - 1, differs between the texts of a batch, over its mean
+MARGIN = 1.05  # how much faster than plain decoding a policy must be that is only modelled
 UNEVEN = 0.05  # of a smaller size's time: one that is faster by more was timed in a calmer moment
 
 log = logging.getLogger('eagle_jax')
@@ -118,39 +110,45 @@ class Costs(Parts):
   num_ids: int  # size of the draft vocabulary that all this is for
   is_quantised: bool  # and whether the drafter's matrices are in 8 bits
   vocabularies: tuple['Vocabulary', ...]
+  spread: float = SPREAD
+  margin: float = MARGIN
+  lookup_weights: tuple[float, float] | None = None  # of `draft.lookup`; None: its defaults
 
   @property
   def speedup(self) -> float:
     """Of the best policy over plain decoding."""
     return self.policies[0].tok_per_s / plain_tok_per_s(self.policies)
 
-  def at_batch(self, batch: int, *, waits: bool = True) -> 'Costs':
-    """The same, modelled for another number of batch rows: the more there are, the less a tree for each of them pays.
+  def at_batch(self, batch: int, *, is_refilled: bool = False) -> 'Costs':
+    """Model the costs of another batch size: the larger it is, the less a tree for each sequence pays.
 
-    A policy yields its tau, less what a batch loses by waiting for its slowest row, in its modelled cycle. So little is
-    known of it that plain decoding, whose rate is modelled from its real one, comes first if others seem hardly faster.
+    A policy yields its tau, less what a batch loses by waiting for its slowest sequence, in its modelled cycle. So
+    little is known of it that plain decoding, whose rate is modelled from its real one, comes first if others seem
+    hardly faster.
 
     Args:
-      batch: rows.
-      waits: whether all wait for the slowest; not where finished rows are refilled.
+      batch: sequences decoded together.
+      is_refilled: whether the places of finished sequences are refilled at once, so that none waits for the slowest.
     """
     if batch == self.batch:
       return self
     times = times_of_rows(self.times, batch / self.batch)
     plain_ms = times[0].verify_ms[1]
     plain = plain_tok_per_s(self.policies) * batch / self.batch * self.times[0].verify_ms[1] / plain_ms
-    share = slowest_share(batch) if waits else 1
+    share = 1 if is_refilled else slowest_share(batch, spread=self.spread)
 
     def rate(one: Rate) -> Rate:
       gain = 1 + (one.tau - 1) * share
       return dataclasses.replace(one, tok_per_s=plain * gain * plain_ms / times[0].cycle_ms(one.policy))
 
     known = {one.policy: one for one in (*self.modelled, *self.policies)}
-    rates = sorted(map(rate, known.values()), key=lambda one: one.tok_per_s / (1 if one.kind == 'plain' else MARGIN))
+    rates = sorted(
+      map(rate, known.values()), key=lambda one: one.tok_per_s / (1 if one.kind == 'plain' else self.margin)
+    )
     return dataclasses.replace(self, batch=batch, times=times, policies=tuple(rates[::-1]))
 
-  def economies(self, policy: Adaptive) -> Economies:
-    """What an adaptive policy reads; levels and nodes must bring what the best policy yields, unless it says what."""
+  def tables(self, policy: Adaptive) -> CostTables:
+    """Tabulate what an adaptive policy reads. Without thresholds, levels and nodes must bring the best speedup."""
     knots = sorted({log_q for one in self.calibrations for log_q in one.log_q})
 
     def prices(times: Times) -> Sequence[Any]:
@@ -165,13 +163,13 @@ class Costs(Parts):
       return [jnp.asarray(field, jnp.float32) for field in zip(*rows, strict=True)]
 
     level_tokens, node_tokens = policy.thresholds or (self.speedup,) * 2
-    return Economies(
+    return CostTables(
       jnp.float32(level_tokens),
       jnp.float32(node_tokens),
       jnp.asarray([times.num_slots for times in self.times], jnp.float32),
-      Prices(*stacked(*map(prices, self.times))),
+      StepCosts(*stacked(*map(prices, self.times))),
       jnp.asarray([one.temperature for one in self.calibrations], jnp.float32),
-      Gains(*stacked(*map(gains, self.calibrations))),
+      AcceptanceModel(*stacked(*map(gains, self.calibrations))),
     )
 
 
@@ -186,7 +184,7 @@ class Rate:
 
   @classmethod
   def of(cls, policy: TreePolicy, *, tok_per_s: float, tau: float) -> 'Rate':
-    kind = next(name for name, form in KINDS.items() if type(policy) is form)
+    kind = kind_of(policy)
     return cls(kind, {f.name: getattr(policy, f.name) for f in dataclasses.fields(KINDS[kind])}, tok_per_s, tau)
 
   @property
@@ -212,7 +210,7 @@ class Calibration:
   temperature: float  # of the text
   log_q: tuple[float, ...]  # ascending, nats
   value: tuple[float, ...]  # share accepted, never falling
-  growth: tuple[float, ...]  # by depth of a frontier: see `adaptive.Gains`
+  growth: tuple[float, ...]  # by depth of a frontier: see `adaptive.AcceptanceModel`
 
   @classmethod
   def of(cls, *, temperature: float, **curves: Sequence[float]) -> 'Calibration':
@@ -234,12 +232,12 @@ def between(by_size: Mapping[int, float], size: float) -> float:
   return by_size[sizes[-1]] + slope * (size - sizes[-1])
 
 
-def slowest_share(batch: int) -> float:
+def slowest_share(batch: int, *, spread: float = SPREAD) -> float:
   """The share of the mean gain of a pass, tau - 1, that the slowest row of a batch has: all wait for it.
 
   Rows' gains as if normal; the least of n of them lies Blom's quantile, (n - 3/8) / (n + 1/4), below their mean.
   """
-  return max(0.0, 1 - SPREAD * statistics.NormalDist().inv_cdf((batch - 0.375) / (batch + 0.25)))
+  return max(0.0, 1 - spread * statistics.NormalDist().inv_cdf((batch - 0.375) / (batch + 0.25)))
 
 
 def times_of_rows(measured: Sequence[Times], ratio: float) -> tuple[Times, ...]:
@@ -268,56 +266,6 @@ def times_of_rows(measured: Sequence[Times], ratio: float) -> tuple[Times, ...]:
     return Times(times.num_slots, verify_ms, root_ms, draft_ms, {}, target_bytes, drafter_bytes)
 
   return tuple(map(of_rows, measured))
-
-
-def write(costs: Parts, folder: Path | None = None) -> Path:
-  """Stores a measurement in place of an older one of the same device, pair, dtype and batch.
-
-  `find` looks in the default folder of `Costs`; `Parts` alone, which say nothing of a gain, have another.
-  """
-  folder = folder or cache_folder() / ('costs' if isinstance(costs, Costs) else 'parts')
-  name = f'{costs.device}_{costs.target}_{costs.drafter}_{costs.dtype}_{costs.batch}'
-  path = folder / f'{"".join(c if c.isalnum() else "-" for c in name)}.json'
-  with replacing(path) as temporary:
-    temporary.write_text(json.dumps({'version': VERSION, **dataclasses.asdict(costs)}, indent=1), encoding='utf-8')
-  log.info('written to %s', path)
-  return path
-
-
-def read(path: Path) -> Costs | None:
-  """A stored measurement; None, with a warning, if it is of another version or damaged."""
-  return _read(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache
-def _read(path: Path, modified: int) -> Costs | None:
-  try:
-    fields = parse_json(path.read_bytes(), str(path))
-    if fields.pop('version') != VERSION:
-      raise ValueError(f'not version {VERSION}')
-    forms: dict[str, Callable[..., Any]] = {
-      'times': Times.of,
-      'policies': Rate,
-      'modelled': Rate,
-      'vocabularies': Vocabulary,
-      'calibrations': Calibration.of,
-    }
-    fields |= {name: tuple(form(**one) for one in fields[name]) for name, form in forms.items()}
-    return Costs(**fields)
-  except (ValueError, KeyError, TypeError) as error:
-    log.warning('%s holds no costs (%s): measure anew with launch/cost.py', path, error)
-    return None
-
-
-def find(*, device: str, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
-  """What was measured here for the pair, at the nearest batch (see `Costs.at_batch`); else what is shipped for such a
-  device; else None."""
-  for folder in (cache_folder() / 'costs', SHIPPED):
-    stored = [read(path) for path in sorted(folder.glob('*.json'))]
-    alike = [c for c in stored if c and (c.device, c.target, c.drafter, c.dtype) == (device, target, drafter, dtype)]
-    if alike:
-      return min(alike, key=lambda costs: abs(np.log(costs.batch / batch)))
-  return None
 
 
 def warn_if_unsteady(parts: Parts) -> None:

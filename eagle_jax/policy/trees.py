@@ -1,4 +1,4 @@
-"""Tree policies: which nodes a drafter's children become. Static sizes and one pure function, handed to `grow`.
+"""Tree policies: how large a tree grows, which of its nodes the target verifies, and when growing stops.
 
 Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is edges from the root to the deepest leaf.
 """
@@ -6,17 +6,17 @@ Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is ed
 import dataclasses
 import functools
 import itertools
-import math
 import numbers
 import operator
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.policy.adaptive import best_size, is_level_worth
+from eagle_jax.tree import Candidates
 
-# EAGLE-1's tree, as paths of sibling ranks: 25 drafted nodes (EAGLE.md section 5; the reference's `mc_sim_7b_63`).
+# EAGLE-1's tree, as paths of sibling ranks: 25 drafted nodes (`mc_sim_7b_63` in the reference's choices.py).
 EAGLE1_PATHS = (
   *((0,), (1,), (2,), (3,)),
   *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
@@ -28,75 +28,102 @@ EAGLE1_PATHS = (
 MAX_DEPTH = 256  # each level is a drafter pass of every step: no text is worth as many
 
 
-class TreePolicy(Protocol):
-  """Static and hashable: a policy is part of the compiled program."""
+class Level(NamedTuple):
+  """One level of growing trees, as a policy sees it: a frontier, and its children once they are drafted."""
+
+  depth: int | jax.Array  # [] i32, edges from the root to the frontier
+  log_q: jax.Array  # [B, W] f32, log-probability of each frontier node's path, nats; -inf where unused
+  is_live: jax.Array  # [B] bool, sequences that are not done
+  log_p: Any = None  # [B, W, C] f32, of each node's children given its path; None before they are drafted
+
+
+class TreePolicy:
+  """What trees to draft and how much of them to verify. Subclass it as a frozen dataclass.
+
+  A policy is part of the compiled program: it is static and hashable, and its sizes are Python integers. Numbers that
+  may change without compiling (costs, thresholds, a classifier's weights) are the pytree that `arrays` returns.
+  The defaults never stop early, rank nodes by the probability of their path, and verify `num_nodes` of them.
+  """
+
+  needs_costs: ClassVar[bool] = False  # whether `arrays` needs measured costs
+  lookup: Any = False  # may a drafter's network take what the text said before as evidence? See `draft.lookup`.
 
   @property
-  def max_depth(self) -> int: ...
+  def max_depth(self) -> int:
+    """Edges from the root to the deepest leaf."""
+    raise NotImplementedError
 
   @property
-  def num_nodes(self) -> int: ...
+  def num_nodes(self) -> int:
+    """Nodes of the largest tree that is verified, root included."""
+    raise NotImplementedError
 
   @property
   def widths(self) -> tuple[int, ...]:
     """Frontier size at each depth 0 .. max_depth-1; the root alone first."""
-    ...
+    raise NotImplementedError
 
   @property
   def fanouts(self) -> tuple[int, ...]:
     """Children that each frontier node offers, by depth."""
-    ...
+    raise NotImplementedError
 
   @property
   def sizes(self) -> tuple[int, ...]:
     """Numbers of nodes that a target pass may be compiled for, ascending; the last is `num_nodes`."""
-    ...
+    return (self.num_nodes,)
 
-  @property
-  def lookup(self) -> bool:
-    """May the drafter look at what the text said before? See `draft.ngram`."""
-    ...
+  def describe(self) -> str:
+    """Name the policy and its sizes, as in `dynamic(width=10, fanout=10, max_depth=6, num_nodes=60)`."""
+    return repr(self)
 
-  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
-    """[W, C] f32: what ranks the children of the frontier at `depth`, which may be traced. No child may outscore its
-    parent."""
-    ...
+  def static(self) -> 'TreePolicy':
+    """Return the policy without the numbers that travel in `arrays`: what a program is compiled for."""
+    return self
 
-  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> Any:
-    """Should the frontier at `depth` be expanded? [] bool, or True for a policy that always does."""
-    ...
+  def arrays(self, costs: Any, target: Any, drafter: Any) -> Any:
+    """Make the pytree of arrays that the rules below read.
 
-  def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
-    """[] i32, an index into `sizes`."""
-    ...
+    Args:
+      costs: `policy.costs.Costs` of this device, pair and batch, or None.
+      target, drafter: the pair.
 
-  def describe(self) -> str: ...
+    Raises:
+      ValueError: something that the rules need is missing.
+    """
+    return ()
+
+  def at_step(self, arrays: Any, *, num_slots: int, temperature: jax.Array) -> Any:
+    """Reduce `arrays` to what holds for one step: a cache of `num_slots` slots, text of a mean temperature."""
+    return arrays
+
+  def score(self, arrays: Any, level: Level) -> jax.Array:
+    """[B, W, C] f32: rank the children of a frontier. -inf: not offered. No child may outscore its parent."""
+    return level.log_q[..., None] + level.log_p
+
+  def keep_going(self, arrays: Any, level: Level) -> jax.Array | None:
+    """[] bool: should the children of this frontier be drafted? None: always. Not asked at the root."""
+    return None
+
+  def select(self, arrays: Any, candidates: Candidates, is_live_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Choose how many nodes the target verifies, and which.
+
+    Args:
+      arrays: as `at_step` returns them.
+      candidates: [B, A] fields.
+      is_live_B: [B] bool.
+
+    Returns:
+      [] i32, an index into `sizes`; and [B, A] f32, what ranks the candidates: the best of each sequence are verified,
+      those with -inf never.
+    """
+    return jnp.int32(0), candidates.score
 
 
 def level_starts(policy: TreePolicy) -> list[int]:
   """The first candidate's number of each level below the root, and behind them the number of all candidates."""
   sizes = (width * fanout for width, fanout in zip(policy.widths, policy.fanouts, strict=True))
   return list(itertools.accumulate(sizes, initial=1))
-
-
-class Fixed:
-  """A policy that does the same at every step."""
-
-  num_nodes: Any
-  lookup: Any = False
-
-  @property
-  def sizes(self) -> tuple[int, ...]:
-    return (self.num_nodes,)
-
-  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
-    return log_q_WC
-
-  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> Any:
-    return True
-
-  def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
-    return jax.numpy.int32(0)
 
 
 def _is_count(n: Any) -> bool:
@@ -117,8 +144,8 @@ def _require_valid(policy, *sizes: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain(Fixed):
-  """Nothing drafted: the policy of plain decoding."""
+class Plain(TreePolicy):
+  """Draft nothing: plain decoding."""
 
   max_depth = 0
   num_nodes = 1
@@ -130,7 +157,7 @@ class Plain(Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicTree(Fixed):
+class DynamicTree(TreePolicy):
   """EAGLE-2: grow where the drafter's path probability is high, then keep the best nodes of all (arXiv:2406.16858).
 
   Attributes:
@@ -138,7 +165,7 @@ class DynamicTree(Fixed):
     fanout: children each of them offers.
     max_depth: edges from root to deepest leaf; the reference's `depth` is one less.
     num_nodes: nodes kept for the target pass, root included: the reference's `total_token`.
-    lookup: raise what followed an earlier match of the text (`draft.ngram`; no part of EAGLE-2).
+    lookup: also draft what followed an earlier match of the text (`draft.lookup`; no part of EAGLE-2).
   """
 
   width: int = 10
@@ -174,51 +201,8 @@ class DynamicTree(Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(DynamicTree):
-  """A dynamic tree that weighs costs at every step: how deep to draft, and how many nodes to verify.
-
-  Attributes:
-    smaller: sizes that a target pass may have instead of `num_nodes`, root included, ascending; 1 verifies no draft.
-    thresholds: tokens that the time of a plain step must bring when it is spent on levels, and on nodes (CAST,
-      SYSTEMS.md section 2.10); None for the speedup of the fastest policy measured, which is best on average.
-  """
-
-  smaller: tuple[int, ...] = (1,)
-  thresholds: tuple[float, float] | None = None
-
-  def __post_init__(self):
-    super().__post_init__()
-    try:
-      object.__setattr__(self, 'smaller', tuple(map(operator.index, self.smaller)))
-    except TypeError:
-      raise ValueError(f'Adaptive: smaller is {self.smaller!r}; a list of integers is needed.') from None
-    if self.thresholds is not None:
-      try:
-        object.__setattr__(self, 'thresholds', tuple(map(float, self.thresholds)))
-      except (TypeError, ValueError):
-        raise ValueError(f'Adaptive: thresholds {self.thresholds!r} came; needed are two numbers.') from None
-      if len(self.thresholds) != 2 or not all(0 <= tokens < math.inf for tokens in self.thresholds):
-        raise ValueError(f'Adaptive: thresholds {self.thresholds} came; needed are two numbers, at least 0.')
-    if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-      raise ValueError(f'Adaptive: sizes {self.sizes} came; needed are ascending ones, at least 1, num_nodes the last.')
-
-  @property
-  def sizes(self) -> tuple[int, ...]:
-    return (*self.smaller, self.num_nodes)
-
-  def is_level_worth(self, economy: Any, log_q_BW: jax.Array, is_live_B: jax.Array, *, depth: int | jax.Array) -> Any:
-    return is_level_worth(economy, log_q_BW, is_live_B, depth=depth)
-
-  def best_size(self, economy: Any, log_q_BA: jax.Array, is_live_B: jax.Array) -> jax.Array:
-    return best_size(economy, log_q_BA, is_live_B, sizes=self.sizes)
-
-  def describe(self) -> str:
-    return super().describe().replace('dynamic', 'adaptive')
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain(Fixed):
-  """The drafter's likeliest token, `max_depth` times over; `lookup` as in `DynamicTree`."""
+class Chain(TreePolicy):
+  """Draft the likeliest token, then the likeliest after it, `max_depth` times; `lookup` as in `DynamicTree`."""
 
   max_depth: int = 4
   lookup: bool = False
@@ -243,7 +227,7 @@ class Chain(Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticTree(Fixed):
+class StaticTree(TreePolicy):
   """A tree fixed beforehand, as EAGLE-1 and Medusa use: each node a path of sibling ranks (0 is the likeliest)."""
 
   paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
@@ -299,10 +283,11 @@ class StaticTree(Fixed):
       scores[len(path) - 1, self._levels[len(path) - 1].index(path[:-1]), path[-1]] = -number
     return scores
 
-  def score(self, depth: int | jax.Array, log_q_WC: jax.Array) -> jax.Array:
+  def score(self, arrays: Any, level: Level) -> jax.Array:
     """The later in the template, the lower; ranks outside it never count."""
-    width, fanout = log_q_WC.shape
-    return jax.numpy.asarray(self._scores)[depth, :width, :fanout]
+    *_, width, fanout = level.log_p.shape
+    score_WC = jnp.asarray(self._scores)[level.depth, :width, :fanout]
+    return jnp.broadcast_to(score_WC, level.log_p.shape)
 
   def describe(self) -> str:
     return f'static(num_nodes={self.num_nodes}, max_depth={self.max_depth})'

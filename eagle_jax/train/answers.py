@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.decode.batching import Request, Rows
-from eagle_jax.decode.prefill import bucket, pad_prompts
+from eagle_jax.decode.batching import Batcher, Request
+from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
-from eagle_jax.draft.drafter import NoDrafter
+from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Plain
 from eagle_jax.sampling import Sampling
@@ -95,11 +95,11 @@ class Answerer:
       )
     self.target, self.max_prompt = target, max_prompt
     recorder = Recorder(target.config.width if records_features else 0)
-    self._rows = Rows(
+    self._batcher = Batcher(
       Params(target.params, ()),
       Spec(_network(target), recorder, Plain()),
       mesh_of(target.params),
-      num_rows=num_rows,
+      batch_size=num_rows,
       num_refill=num_refill,
       max_prompt=max_prompt,
       max_new_tokens=max_new_tokens,
@@ -118,7 +118,7 @@ class Answerer:
     for request in requests:
       if not 1 <= len(request.token) <= self.max_prompt:
         raise ValueError(f'Request {request.id} has {len(request.token)} tokens; 1 to {self.max_prompt} are needed.')
-    for number, (text_S, num_seen, feature_SD) in self._rows.run(requests, _RECORDED):
+    for number, (text_S, num_seen, feature_SD) in self._batcher.run(requests, _RECORDED):
       request = requests[number]
       token_N = text_S[len(request.token) : num_seen + 1].copy()
       yield Answer(request, token_N, feature_SD[:num_seen].copy())

@@ -87,7 +87,7 @@ def rollout(
 
   def step(params, memory, read_DBL):
     mix = multistep_attention(memory, packed.sequence, is_leaky=is_leaky)
-    return network.rows(params, packed.next_token, read_DBL, packed.position, mix)
+    return network.apply_layer(params, packed.next_token, read_DBL, packed.position, mix)
 
   run = jax.checkpoint(step) if remat else step
   outs, memory, read_DBL = [], (), feature_DBL

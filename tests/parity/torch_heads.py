@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from eagle_jax import cache as kv_cache
 from eagle_jax import decode
 from eagle_jax.policy.trees import DynamicTree
 
@@ -156,17 +157,18 @@ def our_outputs(target, drafter, token, taps, drafted):
   """Outputs [n, D] of the prefix and of one drafted token after another, and their logits [n, U]."""
   params, spec = decode.build(target, drafter, policy=DynamicTree(2, 2, 2, 4))
   network, params = spec.drafter, params.drafter
-  state = network.init(1, 32)
-  followed = network.follow(params, state, jnp.asarray(token)[None], taps)
-  state = network.absorb(state, followed, jnp.asarray([len(token)]))
-  outputs, earlier, feature = [followed.out], None, state.feature.T[..., None]
+  token_1L, length_1 = jnp.asarray(token)[None], jnp.asarray([len(token)])
+  state = network.start(params, token_1L, taps, length_1, num_slots=32)
+  empty = kv_cache.init(drafter.config, num_layers=1, batch=1, num_slots=0, dtype=jnp.float32)
+  prefix_DBL, _ = network.apply_behind(params, empty, token_1L, taps)
+  outputs, earlier, feature = [prefix_DBL], None, state.feature.T[..., None]
   for number, new in enumerate(drafted):
     mask = jnp.ones((1, 1, number + 1), bool)
-    rows = jnp.asarray([[new]]), network.feed(params, feature), jnp.asarray([[len(token) + number]]), mask
+    rows = jnp.asarray([[new]]), network.next_feature(params, feature), jnp.asarray([[len(token) + number]]), mask
     feature, earlier = network.forward(params, *rows, state.cache, earlier)
     outputs.append(feature)
   out_Dn = jnp.concatenate(outputs, axis=-1)[:, 0]
-  return np.asarray(out_Dn.T), np.asarray((params['head'] @ network.read(params, out_Dn)).T)
+  return np.asarray(out_Dn.T), np.asarray((params['head'] @ network.pre_head(params, out_Dn)).T)
 
 
 def assert_close(ours, theirs):

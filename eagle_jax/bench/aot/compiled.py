@@ -16,10 +16,12 @@ from eagle_jax.bench.aot.hlo import bytes_moved, estimated_cycles, num_kernels
 from eagle_jax.bench.tune import Blank, bytes_read
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.decode.prefill import prepare, run_prefill
-from eagle_jax.decode.state import Params, Spec, tile_rows
+from eagle_jax.decode.state import Params, Spec
 from eagle_jax.decode.step import decode_step
-from eagle_jax.draft.drafter import Drafter, NoDrafter
+from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.plain import NoDrafter
+from eagle_jax.kernels.tiling import free_columns
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
@@ -92,8 +94,8 @@ class ShapedPair:
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
     """Static description; `drafter` stands in for the EAGLE head."""
     network = TransformerTarget(self.target, self.dtype)
-    min_rows = tile_rows(self.mesh.devices.flat[0].platform)
-    return Spec(network, drafter or Eagle(self.drafter, self.dtype), policy, min_rows)
+    min_columns = free_columns(self.mesh.devices.flat[0].platform)
+    return Spec(network, drafter or Eagle(self.drafter, self.dtype), policy, min_columns=min_columns)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
     """The compiled prefill, and the shapes of the state that it returns."""

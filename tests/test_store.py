@@ -13,20 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import store
 
 import tiny
-from eagle_jax import decode, keep_programs
-from eagle_jax.decode import stored
-from eagle_jax.decode.program import Program
+from eagle_jax import decode
+from eagle_jax.decode.program import Program, use_store
 from eagle_jax.policy.trees import Chain
+
+TESTS = Path(__file__).parent
 
 
 @pytest.fixture
 def folder(tmp_path, no_compilation_cache):
   """Where programs are kept, whatever is set outside."""
-  keep_programs(tmp_path / 'programs')
+  use_store(store.ProgramFolder(tmp_path / 'programs'))
   yield tmp_path / 'programs'
-  keep_programs(None)
+  use_store(None)
 
 
 def was_found(x, *, factor=2):
@@ -55,7 +57,7 @@ def test_a_program_is_found_by_its_arguments(folder):
 
 
 def changed_sources(monkeypatch):
-  monkeypatch.setattr(stored, '_SOURCES', 'others')
+  monkeypatch.setattr(store, 'source_digest', lambda: 'others')
 
 
 def changed_setting(monkeypatch):
@@ -68,7 +70,7 @@ def changed_flag(monkeypatch):
 
 
 def changed_machine(monkeypatch):
-  monkeypatch.setattr(stored, 'cpu_features', lambda: 'flags: fewer')
+  monkeypatch.setattr(store, 'cpu_features', lambda: 'flags: fewer')
 
 
 @pytest.mark.parametrize('change', [changed_sources, changed_setting, changed_flag, changed_machine])
@@ -93,6 +95,7 @@ def test_a_damaged_file_is_replaced(folder, damage, caplog):
 
 
 def test_what_cannot_be_kept_runs(folder, caplog):
+  folder.rmdir()
   folder.write_text('a file where the folder should be')
   assert not was_found(jnp.ones(3))
   assert caplog.text.count('is not kept') == 1
@@ -109,31 +112,50 @@ class Named(NamedTuple):
 
 
 def test_what_is_not_kept(folder):
-  leaf = jnp.zeros(1)
-  assert stored.place('f', [leaf], {'n': 1}, ()) is not None
+  leaf, programs = jnp.zeros(1), store.ProgramFolder(folder)
+  assert programs.place('f', [leaf], {'n': 1}, ()) is not None
   _, spec = decode.build(tiny.target(), tiny.drafter(), policy=LongerChain(3))
-  assert stored.place('f', [leaf], {'spec': spec}, ()) is None
-  assert stored.place('f', [leaf], {'spec': dataclasses.replace(spec, policy=Chain(3))}, ()) is not None
-  assert stored.place('f', [leaf], {'spec': dataclasses.replace(spec, policy=Named())}, ()) is None
-  assert stored.place('f', [leaf], {'f': jnp.sum}, ()) is None
-  assert stored.place('f', [leaf], {'sizes': (1, 2.0, None, 'all', jnp.float32)}, ()) is not None
+  assert programs.place('f', [leaf], {'spec': spec}, ()) is None
+  assert programs.place('f', [leaf], {'spec': dataclasses.replace(spec, policy=Chain(3))}, ()) is not None
+  assert programs.place('f', [leaf], {'spec': dataclasses.replace(spec, policy=Named())}, ()) is None
+  assert programs.place('f', [leaf], {'f': jnp.sum}, ()) is None
+  assert programs.place('f', [leaf], {'sizes': (1, 2.0, None, 'all', jnp.float32)}, ()) is not None
   elsewhere = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set={0, 1}))
-  assert stored.place('f', [leaf, elsewhere], {}, ()) is None
+  assert programs.place('f', [leaf, elsewhere], {}, ()) is None
   jax.config.update('jax_compilation_cache_dir', str(folder))
-  assert stored.place('f', [leaf], {'n': 1}, ()) is None
-  jax.config.update('jax_compilation_cache_dir', None)
-  keep_programs(None)
-  assert stored.place('f', [leaf], {'n': 1}, ()) is None
+  assert programs.place('f', [leaf], {'n': 1}, ()) is None
+
+
+@pytest.mark.parametrize('mode', [0o770, 0o707, 0o720])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, mode):
+  folder = tmp_path / 'programs'
+  folder.mkdir()
+  folder.chmod(mode)
+  with pytest.raises(ValueError, match=str(folder)):
+    store.ProgramFolder(folder)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(os, 'getuid', lambda: 12345)
+  with pytest.raises(ValueError, match=str(tmp_path)):
+    store.ProgramFolder(tmp_path)
+
+
+def test_the_folder_is_made_for_its_user_alone(tmp_path):
+  store.ProgramFolder(tmp_path / 'programs')
+  assert (tmp_path / 'programs').stat().st_mode & 0o777 == 0o700
 
 
 NAMES = 'run_prefill', 'decode_loop', 'decode_step'
 ONE_TEXT = """
 import json, logging, sys
 import tiny
-from eagle_jax import Chain, decode, keep_programs
+from eagle_jax import Chain, decode
+from eagle_jax.decode.program import use_store
+from store import ProgramFolder
 
 logging.basicConfig(level=logging.INFO)
-keep_programs(sys.argv[1])
+use_store(ProgramFolder(sys.argv[1]))
 how = {'policy': Chain(3, lookup=True), 'max_new_tokens': 40, 'temperature': float(sys.argv[2])}
 out = decode.generate(tiny.target(), tiny.drafter(), [[1, 2, 3]], **how)
 stream = decode.stream(tiny.target(), tiny.drafter(), [1, 2, 3], **how)
@@ -151,7 +173,7 @@ def test_a_process_finds_what_another_compiled(tmp_path):
       'XLA_FLAGS': '',
       'JAX_PLATFORMS': 'cpu',
       'JAX_COMPILATION_CACHE_DIR': '',
-      'PYTHONPATH': str(Path(__file__).parent),
+      'PYTHONPATH': f'{TESTS}:{TESTS.parent / "launch"}',
     }
     command = [sys.executable, '-c', ONE_TEXT, str(tmp_path), str(temperature)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)

@@ -1,0 +1,49 @@
+"""Array sizes in buckets, so that a prompt of another length mostly finds its program compiled."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MIN_BUCKET = 16
+
+
+def bucket(size: int) -> int:
+  """Round up to the next of 16, 24, 32, 48, 64, 96, ...: at most a third of it is padding.
+
+  Array sizes come from this list, so that a prompt of another length mostly finds its program compiled.
+  """
+  power = MIN_BUCKET
+  while power < size:
+    if power + power // 2 >= size:
+      return power + power // 2
+    power *= 2
+  return power
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.ndarray, np.ndarray]:
+  """Pad prompts at the end to the bucket of `max_prompt`.
+
+  Args:
+    prompts: token ids.
+    max_prompt: tokens of the longest prompt that this batch, or another of the same shape, has.
+
+  Returns:
+    [B, L] i32 and the prompts' lengths, [B] i32; in NumPy, so that nothing is compiled.
+
+  Raises:
+    ValueError: a prompt is longer than `max_prompt`.
+  """
+  length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
+  if len(prompts) and length_B.max() > max_prompt:
+    raise ValueError(
+      f'A prompt has {length_B.max()} tokens, and max_prompt is {max_prompt}: raise it, or cut the prompt.'
+    )
+  tokens_BL = np.zeros((len(prompts), bucket(max_prompt)), np.int32)
+  for tokens_L, prompt in zip(tokens_BL, prompts, strict=True):
+    tokens_L[: len(prompt)] = prompt
+  return tokens_BL, length_B
+
+
+def slots_for(num_prompt: int, num_new: int, max_path: int) -> int:
+  """Count the cache slots that hold a prompt, new tokens and one path."""
+  return bucket(num_prompt + num_new + max_path)

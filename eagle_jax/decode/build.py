@@ -1,0 +1,105 @@
+"""Put a target, a drafter and a policy together: the arrays and the static description of a decode program."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from eagle_jax.decode.auto import Resolved, resolve_policy
+from eagle_jax.decode.state import Params, Spec
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.kinds import kind_of
+from eagle_jax.draft.lookup import WEIGHTS
+from eagle_jax.draft.plain import NoDrafter
+from eagle_jax.kernels.int8 import quantised
+from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.policy.costs import Costs
+from eagle_jax.policy.trees import Plain, TreePolicy
+from eagle_jax.sampling import Chooser, GumbelMax
+from eagle_jax.sharding import mesh_of, placed
+
+
+def build(
+  target: Target,
+  drafter: Drafter | None,
+  *,
+  policy: str | TreePolicy = 'auto',
+  batch: int = 1,
+  costs: Costs | None = None,
+  chooser: Chooser = GumbelMax(),  # noqa: B008 frozen, without state
+) -> tuple[Params, Spec]:
+  """Make the arrays and the static description of a decode program.
+
+  Args:
+    target: from `load_target`.
+    drafter: from `load_drafter`, or None for plain decoding.
+    policy: 'auto', 'plain', or a policy object.
+    batch: sequences that will be decoded together, for 'auto'.
+    costs: measured ones, for 'auto' and policies that need them; default those stored for this device and pair, if any.
+    chooser: the acceptance rule.
+
+  Returns:
+    `params`, which shares the target's arrays, and `spec`, static and hashable.
+
+  Raises:
+    ValueError: unknown policy, a tree without a drafter, a drafter for another target, or a policy that the drafter
+      cannot serve.
+  """
+  resolved = resolve_policy(target, drafter, policy=policy, batch=batch, costs=costs)
+  return assemble(target, resolved, chooser=chooser)
+
+
+def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[Params, Spec]:
+  """Do what `build` does with a policy that was resolved."""
+  policy, drafter, costs = resolved
+  require_chooser(chooser)
+  network = TransformerTarget(target.config, target.dtype)
+  if isinstance(policy, Plain) or drafter is None:
+    return Params(target.params, {}), Spec(network, NoDrafter(), Plain(), chooser)
+  kind, num_ids = kind_of(drafter.config), drafter.config.num_ids
+  if (fanout := max(policy.fanouts)) > num_ids:
+    raise ValueError(
+      f'{policy.describe()} asks each node for {fanout} children, but the draft vocabulary has {num_ids} ids. '
+      'Lower the fanout, or the ranks of the paths.'
+    )
+  if policy.lookup and not kind.has_logits:
+    raise ValueError(
+      f'{policy.describe()} adds what the text said before to the logits of a drafter, and a drafter of kind '
+      f'{kind.title!r} has none. Use the policy without lookup.'
+    )
+  params = drafter.params | _borrowed(target, drafter)
+  if kind.has_logits:
+    weights = (costs and costs.lookup_weights) or WEIGHTS
+    params['lookup_weights'] = placed(np.asarray(weights, np.float32), ('lookup_weights',), mesh_of(target.params))
+  network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
+  head = kind.network(drafter.config, drafter.dtype or target.dtype)
+  return Params(target.params, params, policy.arrays(costs, target, drafter)), Spec(
+    network, head, policy.static(), chooser
+  )
+
+
+def require_chooser(chooser: Any) -> None:
+  """Raise a ValueError unless this is an acceptance rule; see `sampling.Chooser`."""
+  if isinstance(chooser, type) or not all(hasattr(chooser, name) for name in ('choose', 'noise', 'name')):
+    raise ValueError(
+      f'chooser must be an object with choose, noise and name, such as GumbelMax(); got {chooser!r:.80}.'
+    )
+
+
+def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
+  """Take embedding and head, and the head's ids: the target's by reference (of a draft vocabulary, or quantised, a
+  copy), or the drafter's own."""
+  own, borrows = drafter.params, kind_of(drafter.config).borrows
+  if not borrows:
+    return {}
+  embed_VD = own.get('embed', target.params['embed'])['weight']
+  if 'ids' in own:
+    ids_U = own['ids']
+  else:
+    ids_U = placed(np.arange(target.config.vocab_size, dtype=np.int32), ('ids',), mesh_of(target.params))
+  if drafter.has_own_head:
+    return {'embed': embed_VD, 'head': own['head']['weight'], 'ids': ids_U}
+  head_UD, whole = target.head_VD, {}
+  if 'ids' in own:
+    head_UD, whole = target.head_of(ids_U), {'whole_head': head_UD}
+  return {'embed': embed_VD, 'head': quantised(head_UD) if drafter.is_quantised else head_UD, 'ids': ids_U, **whole}

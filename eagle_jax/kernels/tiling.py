@@ -1,0 +1,23 @@
+"""How many columns of activations a matrix product should have: products are made in tiles, and a tile that is not full
+costs as much as a full one, or more."""
+
+
+def free_columns(platform: str) -> int:
+  """Count the columns that a product has at no more cost than one, on 'cpu', 'gpu' or 'tpu'.
+
+  A TPU keeps a product of one column from its matrix unit.
+  """
+  return 8 if platform == 'tpu' else 1
+
+
+def columns_per_sequence(num_nodes: int, batch: int, *, min_columns: int = 1) -> int:
+  """Count the columns that a target pass has for each sequence: one a node, and where it pays a few unused ones more.
+
+  Args:
+    num_nodes: of each sequence's tree.
+    batch: sequences on a device.
+    min_columns: that the pass has at least, over all of them.
+  """
+  flat = max(batch * num_nodes, min_columns)
+  tiled = 1 << (flat - 1).bit_length() if flat <= 16 else -(-flat // 16) * 16
+  return num_nodes if tiled % batch else tiled // batch

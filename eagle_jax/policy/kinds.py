@@ -1,0 +1,26 @@
+"""The registry of policies: the names by which launchers and cost files know them."""
+
+from typing import Any
+
+from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree, TreePolicy
+
+KINDS: dict[str, Any] = {
+  'plain': Plain,
+  'chain': Chain,
+  'static': StaticTree,
+  'dynamic': DynamicTree,
+  'adaptive': Adaptive,
+}
+
+
+def kind_of(policy: TreePolicy) -> str:
+  """Look up a policy's name.
+
+  Raises:
+    ValueError: its class is not in `KINDS`.
+  """
+  for kind, form in KINDS.items():
+    if type(policy) is form:
+      return kind
+  raise ValueError(f'{policy.describe()} is of no registered kind: add {type(policy).__name__} to policy.kinds.KINDS.')
