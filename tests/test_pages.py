@@ -19,7 +19,8 @@ import pytest
 
 import eagle_jax
 import tiny
-from eagle_jax import decode, hub, sharding
+from eagle_jax import decode, hub
+from eagle_jax.draft import kinds
 from eagle_jax.weights import folder, naming
 from eagle_jax.weights.safetensors import write_safetensors
 from tiny_files import TINY, random_tensors
@@ -30,6 +31,7 @@ FOLDERS = ('eagle_jax', 'configs', 'launch', 'tests', '.ci')
 PAGES = [README, *sorted(page for name in FOLDERS for page in (ROOT / name).rglob('*.md'))]
 SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob('*.py'))
 SMALL = dataclasses.replace(tiny.TARGET, num_layers=1)
+WRITTEN = ('report.md', 'page.md')  # by launchers and tests
 ELSEWHERE = ('eagle/', 'runs/')  # the reference's files, and what a run writes
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 PARSE_FLAGS = """
@@ -98,6 +100,11 @@ def commands(page: Path) -> list[list[str]]:
   return found
 
 
+def is_there(name: str, page: Path) -> bool:
+  """Whether a page or source may call a file or folder by this name."""
+  return any((base / name).exists() for base in (page.parent, ROOT, PACKAGE))
+
+
 def missing_files(page: Path) -> list[str]:
   """Files and folders that a page names in inline code, and that are nowhere."""
   missing = []
@@ -105,8 +112,7 @@ def missing_files(page: Path) -> list[str]:
     is_path = re.fullmatch(r'[\w.\-/]+(\.py|/)|[\w.\-]+(/[\w.\-]+)+\.\w+', span)
     if not is_path or span.startswith(ELSEWHERE):
       continue
-    is_there = any((base / span).exists() for base in (page.parent, ROOT, PACKAGE))
-    if not is_there and not any(path.name == span for path in SOURCES):
+    if not is_there(span, page) and not any(path.name == span for path in SOURCES):
       missing.append(span)
   return missing
 
@@ -165,6 +171,18 @@ def test_what_a_page_names_exists(page):
   assert missing_files(page) == []
   assert missing_names(page) == []
   assert wrong_commands(page) == []
+
+
+@pytest.mark.parametrize('path', SOURCES, ids=_name)
+def test_sources_cite_pages_that_exist(path):
+  cited = re.findall(r'\b[\w/]+\.md\b', text_of(path))
+  assert [page for page in cited if page not in WRITTEN and not is_there(page, path)] == []
+
+
+@pytest.mark.parametrize('path', [path for path in SOURCES if PACKAGE in path.parents], ids=_name)
+def test_timings_stand_on_pages(path):
+  """In the code stand reasons; what a machine took on a day belongs to kernels/README.md or RESULTS.md."""
+  assert re.findall(r'.*\b\d[\d.,]* (?:ms|us|ns|million cycles)\b.*', text_of(path)) == []
 
 
 def test_what_does_not_exist_is_found(tmp_path):
@@ -229,17 +247,19 @@ ASKED = [Letters().encode_prompt('Why is the sky blue?'), [1, 90, 18], [1, 26]]
 def readme():
   """What the README's Python, run from top to bottom with a tiny pair, defined and printed; `plain` answers ASKED."""
   target, drafter = tiny.target(SMALL, tokenizer=Letters()), tiny.drafter()
-  make_mesh, names, families = sharding.make_mesh, {'__name__': 'readme'}, {*folder.FAMILIES}
+  make_mesh, names, registries = eagle_jax.make_mesh, {'__name__': 'readme'}, (folder.FAMILIES, kinds.KINDS)
+  before = [{*registry} for registry in registries]
   with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
     patch.setattr(eagle_jax, 'load_target', lambda name, *, dtype='float32', mesh=None: target)
     patch.setattr(eagle_jax, 'load_drafter', lambda name, target, *, dtype=None: drafter)
-    patch.setattr(sharding, 'make_mesh', lambda *, num_model: make_mesh())  # of the one device here
+    patch.setattr(eagle_jax, 'make_mesh', lambda *, num_model: make_mesh())  # of the one device here
     for block in blocks(README, 'python'):
       exec(compile(block, 'README.md', 'exec'), names)
   plain = decode.generate(target, None, ASKED, max_new_tokens=64).tokens
   yield names | {'target': target, 'drafter': drafter, 'printed': printed.getvalue(), 'plain': plain}
-  for name in folder.FAMILIES.keys() - families:
-    del folder.FAMILIES[name]
+  for registry, known in zip(registries, before, strict=True):
+    for name in registry.keys() - known:
+      del registry[name]
 
 
 def test_the_readme_decodes(readme):
@@ -249,22 +269,22 @@ def test_the_readme_decodes(readme):
 
 
 def test_the_readme_s_drafter_is_lossless(readme):
-  drafter, policy = readme['Repeat'](), eagle_jax.Chain(3)
-  drafted = drafter.propose({}, (), jnp.array([5, 7]), policy, tiny.context(policy, batch=2))
+  policy = eagle_jax.Chain(3)
+  drafted = readme['Repeat']().propose({}, (), jnp.array([5, 7]), policy, tiny.context(policy, batch=2))
   assert drafted.token.tolist() == [[5] * 4, [7] * 4]
-  params, plain = decode.build(readme['target'], None)
-  spec = dataclasses.replace(plain, drafter=drafter, policy=policy)
-  state = decode.prefill(params, jnp.array([ASKED[1]]), jnp.array([3]), spec=spec, max_new_tokens=16)
-  tokens_1N, *_ = decode.result(decode.decode_loop(params, state, spec=spec))
-  assert tokens_1N.tolist() == [readme['plain'][1][:16]]
+  drafter = hub.load_drafter('repeat', readme['target'])
+  out = decode.generate(readme['target'], drafter, [ASKED[1]], max_new_tokens=16, policy=policy)
+  assert out.tokens == [readme['plain'][1][:16]]
+  assert out.stats['levels_per_pass'] == 3
 
 
-def test_the_readme_s_policy_prefers_shallow_nodes(readme):
-  policy = readme['Bushy'](width=3, fanout=3, max_depth=3, num_nodes=4, penalty=99.0)
-  bushy = decode.generate(readme['target'], readme['drafter'], [ASKED[1]], max_new_tokens=16, policy=policy)
-  assert bushy.tokens == [readme['plain'][1][:16]]
-  assert 'penalty=99.0' in bushy.stats['policy']
-  assert max(bushy.num_accepted[0]) <= 1  # of four nodes three are the root's children
+def test_the_readme_s_policy_stops_early(readme):
+  sizes = {'width': 3, 'fanout': 3, 'max_depth': 3, 'num_nodes': 4}
+  for least, num_levels in ((0.0, 3), (1.1, 1)):  # no frontier has a probability above 1
+    policy = readme['Cautious'](**sizes, least=least)
+    out = decode.generate(readme['target'], readme['drafter'], [ASKED[1]], max_new_tokens=16, policy=policy)
+    assert out.tokens == [readme['plain'][1][:16]]
+    assert out.stats['levels_per_pass'] == num_levels
 
 
 def test_the_readme_s_family_loads(readme, tmp_path):
