@@ -181,7 +181,7 @@ def test_sources_cite_pages_that_exist(path):
 
 @pytest.mark.parametrize('path', [path for path in SOURCES if PACKAGE in path.parents], ids=_name)
 def test_timings_stand_on_pages(path):
-  """In the code stand reasons; what a machine took on a day belongs to kernels/README.md or RESULTS.md."""
+  """In the code stand reasons; what a machine took on a day belongs to kernels/README.md or bench/RESULTS.md."""
   assert re.findall(r'.*\b\d[\d.,]* (?:ms|us|ns|million cycles)\b.*', text_of(path)) == []
 
 

@@ -92,8 +92,8 @@ class Rotation(NamedTuple):
     if config.rope_slowdown:
       frequency /= jnp.asarray(config.rope_slowdown, jnp.float32)
     angle = frequency[:, None, None] * position_BT.astype(jnp.float32)[None]
-    # XLA fuses cosines into their readers, and so computes them in every layer for every head. A product it leaves apart;
-    # this one, by the identity, changes nothing.
+    # XLA fuses cosines into their readers, and so computes them in every layer for every head. A product it leaves
+    # apart; this one, by the identity, changes nothing.
     identity = jnp.eye(half)
     return cls(*(einsum_float32('ij,jbt->ibt', identity, table) for table in (jnp.cos(angle), jnp.sin(angle))))
 
