@@ -89,7 +89,7 @@ def test_losses_equal_loops():
     best = sorted(range(7), key=lambda i: -p[i])[:2]
     kept = losses.top_k_of(jnp.float32(p)[:, None], 2)
     log_q = jnp.float32(np.log(q))[:, None]
-    np.testing.assert_allclose(losses.smooth_l1(jnp.float32(a_UR), jnp.float32(b_UR))[row], huber, rtol=1e-5)
+    np.testing.assert_allclose(losses.regression(jnp.float32(a_UR), jnp.float32(b_UR))[row], huber, rtol=1e-5)
     np.testing.assert_allclose(losses.cross_entropy(log_q, jnp.float32(p)[:, None])[0], -p @ np.log(q), rtol=1e-5)
     np.testing.assert_allclose(losses.cross_entropy(log_q, kept)[0], -sum(p[i] * np.log(q[i]) for i in best), rtol=1e-5)
     rank = sorted(range(7), key=lambda i: -a_UR[i, row]).index(5)

@@ -188,7 +188,7 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
   rows = Rows(next_DBL, jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))
   by_rows = losses.by_chunks(functools.partial(distill, objective), max(1, recipe.num_places // recipe.chunk_places))
   entropy_dBL, (plain_dBL, ranks) = by_rows(frozen.head, out_DdBL, rows)
-  regression_dBL = losses.smooth_l1(out_DdBL, next_DBL[:, None])
+  regression_dBL = losses.regression(out_DdBL, next_DBL[:, None])
 
   counted_dBL = weight_dBL = chain_weights(packed, objective.num_steps)
   is_followed_dBL = prefix_correct(ranks.label == 0)
