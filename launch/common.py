@@ -1,4 +1,4 @@
-"""Flags that launchers share: which models."""
+"""Flags that choose the models, shared by launchers."""
 
 import jax
 from absl import flags
@@ -26,28 +26,28 @@ flags.DEFINE_integer(
 
 
 def mesh():
-  """Of all devices; None where one is to do all."""
+  """Return a mesh of all devices; None to use one device."""
   if FLAGS.num_model is None and jax.process_count() > 1:
     raise ValueError('Processes of a cluster share a model: say with --num_model how many devices hold one copy.')
   return None if FLAGS.num_model is None else make_mesh(num_model=FLAGS.num_model)
 
 
 def models():
-  """The target and its drafter, or None where none is wanted."""
+  """Load the target, and the drafter or None."""
   target = eagle_jax.load_target(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh())
   drafter = eagle_jax.load_drafter(FLAGS.drafter, target, dtype=FLAGS.drafter_dtype) if FLAGS.drafter else None
   return target, drafter
 
 
 def pair():
-  """The same; a drafter is needed."""
+  """Load the target and a drafter, which is required."""
   target, drafter = models()
   if drafter is None:
-    raise ValueError('Without a drafter there is nothing to do: name a --drafter.')
+    raise ValueError('A drafter is required here: pass --drafter.')
   return target, drafter
 
 
 def random_models(shape: str, draft_vocab_size: int | None):
-  """A pair of a known shape, with random weights; see `random_pairs.random_pair`."""
+  """Make a pair of a known shape with random weights; see `random_pairs.random_pair`."""
   how = {'dtype': FLAGS.dtype, 'drafter_dtype': FLAGS.drafter_dtype, 'mesh': mesh()}
   return random_pairs.random_pair(shape, draft_vocab_size=draft_vocab_size, **how)

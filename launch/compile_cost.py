@@ -1,4 +1,4 @@
-"""What the compiler says of a decode step, for a TPU or GPU that need not be there: compiled for, not run on.
+"""Report what the compiler says of a decode step for a TPU or GPU that need not be present: compiled, not run.
 
 JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python launch/compile_cost.py --shape=llama3_8b --topology=v5e:2x2
 JAX_PLATFORMS=cpu python launch/compile_cost.py --topology=h100 --num_devices=1

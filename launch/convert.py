@@ -1,4 +1,4 @@
-"""Reads a drafter of any layout, says what it is, and writes it in another, of which it reads back the same bits.
+"""Read a drafter of any layout, report what it is, and write it in another layout, checked bit for bit.
 
 python launch/convert.py --to=sglang --out=runs/for_sglang
 """
@@ -42,7 +42,7 @@ def main(_):
 
 
 def write(target, drafter, out: Path) -> None:
-  """Writes the folder, and reads back what it was written from."""
+  """Write the folder, and check that it reads back the same."""
   if out.exists() and any(out.iterdir()):
     raise ValueError(f'{out} is not empty: choose another --out, or empty it.')
   if FLAGS.to == 'eagle_jax':

@@ -1,4 +1,4 @@
-"""Measures what a cycle costs on this device and which policy is fastest for a pair; `--policy=auto` reads it.
+"""Measure what a decoding step costs on this device, and which policy is fastest; `--policy=auto` reads it.
 
 python launch/cost.py
 

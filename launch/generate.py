@@ -1,4 +1,4 @@
-"""Writes text with a target and its drafter, then one line of statistics.
+"""Generate text with a target and its drafter, then print one line of statistics.
 
 python launch/generate.py --prompt "Explain why the sky is blue."
 A model too large for one device: --num_model=8 --dtype=bfloat16, and on a TPU pod --cluster=auto on all its hosts.

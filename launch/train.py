@@ -1,4 +1,4 @@
-"""Trains a drafter: the target answers prompts, the drafter learns to foresee what it answers. Goes on if stopped.
+"""Train a drafter on the target's answers to prompts; the same command resumes a run that was stopped.
 
 python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2
 """

@@ -130,8 +130,8 @@ def configuration(path, target='smollm2-135m-instruct', more=''):
     ('Objective(top=1)', None, "'top'. The fields of Objective are regression, "),
     ('Data()', None, "'num_shards'. The fields of Data are num_shards, "),
     ('Recipe(num_steps=0)', None, "these must be at least 1: {'num_steps': 0}"),
-    ('Objective(top_k=0)', None, "Objective: {'top_k': 0} came; at least {'top_k': 1} is needed"),
-    ('Objective(step_decay=float("nan"))', None, "{'step_decay': nan} came; at least {'step_decay': 0}"),
+    ('Objective(top_k=0)', None, "Objective: .*{'top_k': 0}; at least {'top_k': 1}"),
+    ('Objective(step_decay=float("nan"))', None, "{'step_decay': nan}; at least {'step_decay': 0}"),
     ('Objective(regression=0, cross_entropy=0)', None, 'Objective: all weights are 0'),
     ('VARIANTS = {"x": {"RECIPES": RECIPE}}', 'x', "variant 'x' has .'RECIPES'.; TARGET, .* may be in one"),
     ('RECIPE = Recipes(num_steps=1)', None, "NameError: name 'Recipes'"),
@@ -215,7 +215,7 @@ def test_questions_need_a_tokenizer(files, name, tmp_path):
   [
     ('cost', ['--draft_vocab_size=9'], '--draft_vocab_size is for --random_shape'),
     ('cost', ['--draft_vocab_size=513', '--random_shape=tiny'], '1 .. vocab_size, 512'),
-    ('convert', ['--drafter='], 'Without a drafter there is nothing to do'),
+    ('convert', ['--drafter='], 'pass --drafter'),
   ],
 )
 def test_a_pair_that_cannot_be_had_is_refused(files, name, flags, complaint, tmp_path):

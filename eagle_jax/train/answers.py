@@ -1,7 +1,7 @@
-"""The target answers prompts, by plain decoding of many rows (see `decode.batching`).
+"""Let the target answer prompts by plain decoding of many sequences (see `decode.batching`), and record its features.
 
-A `Recorder` stands where a drafter would: it drafts nothing, and what a drafter would absorb (the features of the
-committed rows) it writes down.
+A `Recorder` stands in for a drafter: it drafts nothing, and keeps the features of committed tokens that a drafter would
+encode.
 """
 
 import collections
@@ -30,7 +30,7 @@ _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds th
 
 
 class Recording(NamedTuple):
-  """Features of each row's committed tokens."""
+  """The features of each sequence's committed tokens."""
 
   feature: jax.Array  # [B, 1, S, D] f32, laid out as one head of a cache
   length: jax.Array  # [B] i32
@@ -38,7 +38,7 @@ class Recording(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(NoDrafter):
-  """Drafts nothing and writes down the first `width` numbers of every feature: all of them, or none."""
+  """A drafter that drafts nothing and records the first `width` numbers of every feature: all of them, or none."""
 
   width: int
 
@@ -53,7 +53,7 @@ class Recorder(NoDrafter):
 
 
 class Answer(NamedTuple):
-  """The target's answer to a request."""
+  """The target's answer to one request."""
 
   request: Request
   token: np.ndarray  # [n] i32, ends with the EOS if one came
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 class Answerer:
-  """Answers any number of requests, `num_rows` at a time, in programs that are compiled once."""
+  """Answer any number of requests, `num_rows` at a time, with programs that are compiled once."""
 
   def __init__(
     self,
@@ -77,20 +77,20 @@ class Answerer:
     """
     Args:
       target: answers.
-      num_rows: rows decoded together.
-      num_refill: finished rows that are refilled together.
+      num_rows: sequences decoded together.
+      num_refill: finished sequences that are replaced together.
       max_prompt, max_new_tokens: tokens, at most; fix the size of the cache.
       seed: of the noise, with the request's id.
       records_features: if not, features have width 0.
 
     Raises:
-      ValueError: more rows to be refilled together than there are, or a text beyond the target's context.
+      ValueError: `num_refill` is above `num_rows`, or a text would exceed the target's context.
     """
     if not 1 <= num_refill <= num_rows:
-      raise ValueError(f'num_refill is {num_refill} and num_rows {num_rows}: 1 to num_rows rows are refilled together.')
+      raise ValueError(f'`num_refill` must be between 1 and num_rows, {num_rows}; got {num_refill}.')
     if max_prompt + max_new_tokens > target.config.max_context:
       raise ValueError(
-        f'max_prompt {max_prompt} + max_new_tokens {max_new_tokens} is beyond the context of '
+        f'max_prompt {max_prompt} + max_new_tokens {max_new_tokens} exceeds the context of '
         f'{target.config.max_context}. Lower one of them.'
       )
     self.target, self.max_prompt = target, max_prompt
@@ -109,7 +109,7 @@ class Answerer:
     )
 
   def answer(self, requests: Iterable[Request]) -> Iterator[Answer]:
-    """Yields the answers as they are finished. An answer depends on its request and the seed alone.
+    """Yield the answers as they finish. An answer depends on its request and the seed alone.
 
     Raises:
       ValueError: a prompt is empty or longer than `max_prompt`.
@@ -126,7 +126,7 @@ class Answerer:
 
 @jax.jit
 def _recorded(state: DecodeState, row_n: jax.Array) -> tuple[jax.Array, ...]:
-  """Text, the number of tokens in the cache, and features, which are kept in bfloat16."""
+  """Return text, number of tokens in the cache, and features in bfloat16, of some sequences."""
   return state.text[row_n], state.cache.length[row_n], state.drafter.feature[row_n, 0].astype(jnp.bfloat16)
 
 
@@ -134,7 +134,7 @@ _RECORDED = Program(_recorded)
 
 
 def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-  """[n, D] bf16 for each text of n tokens: one target pass over it, together with others of about its length."""
+  """Return the features of each text of n tokens, [n, D] bf16, by target passes over texts of about one length."""
   network = _network(target)
   unit = row_axis_size(mesh_of(target.params))  # every device has as many texts as the others
   sizes = [bucket(len(text)) for text in texts]
@@ -153,7 +153,7 @@ def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]
 
 @functools.partial(jax.jit, static_argnames='network')
 def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget) -> jax.Array:
-  """[B, L, D] bf16"""
+  """Return the features of whole texts, [B, L, D] bf16."""
   return network.read(params, token_BL).feature.transpose(1, 2, 0).astype(jnp.bfloat16)
 
 
@@ -165,10 +165,10 @@ def synthesize(
   num_turns: int = 1,
   temperature: float = 1.0,
 ) -> list[Conversation]:
-  """Conversations out of nothing: the target writes the user's messages too (Magpie, arXiv:2406.08464).
+  """Let the target make up conversations, the user's messages too (Magpie, arXiv:2406.08464).
 
-  It is prompted with the chat template's opening of a user's turn, and what it writes up to its end of turn is the
-  message. What it answers in between is left out of the conversation.
+  It is prompted with the chat template's opening of a user's turn; what it writes up to its end of turn is the message.
+  Its answers in between are left out of the conversation.
 
   Args:
     answerer: its target talks to itself; has a tokenizer with a chat template.
@@ -186,7 +186,7 @@ def synthesize(
 def _another_message(
   answerer: Answerer, said: dict[int, list[Message]], role: str, refused: collections.Counter[str], temperature: float
 ) -> dict[int, list[Message]]:
-  """Each conversation with one message more; those that cannot have one are left out, and counted."""
+  """Extend each conversation by one message; those that cannot be extended are dropped and counted."""
   target, requests, longer = answerer.target, [], {}
   for number, messages in said.items():
     with counting(refused):

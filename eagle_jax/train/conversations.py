@@ -1,4 +1,4 @@
-"""Conversations in files to tokens with a mask of answers; what cannot be used is counted, never fatal."""
+"""Turn conversations in files into tokens with a mask of answers; what cannot be used is counted, never fatal."""
 
 import collections
 import contextlib
@@ -24,12 +24,12 @@ _SOME_ANSWER: Message = {'role': 'assistant', 'content': 'A'}
 
 
 class SkipExample(Exception):
-  """What cannot be trained on, from here on. Its text is the reason that is counted."""
+  """An example, or the rest of one, cannot be trained on. The text is the reason that is counted."""
 
 
 @contextlib.contextmanager
 def counting(refused: collections.Counter[str]) -> Iterator[None]:
-  """Counts what is refused inside, by reason, and goes on after it."""
+  """Count a `SkipExample` raised inside by its reason, and go on after the block."""
   try:
     yield
   except SkipExample as reason:
@@ -37,7 +37,7 @@ def counting(refused: collections.Counter[str]) -> Iterator[None]:
 
 
 class Conversation(NamedTuple):
-  """A user and an assistant in turn, the user first."""
+  """Messages of a user and an assistant in turn, the user first."""
 
   users: tuple[str, ...]  # the user's messages
   answers: tuple[str, ...] = ()  # the assistant's, to the first of them
@@ -70,7 +70,7 @@ def read_conversations(path: str | Path, refused: collections.Counter[str]) -> I
 
 
 def write_prompts(path: Path, conversations: Iterable[Conversation]) -> None:
-  """Writes the users' messages as JSON Lines of `turns`; the file is written whole or not at all."""
+  """Write the users' messages as JSON Lines of `turns`; the file is written whole or not at all."""
   with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
     file.writelines(json.dumps({'turns': conversation.users}) + '\n' for conversation in conversations)
 
@@ -154,7 +154,7 @@ def user(text: str) -> Message:
 
 
 def text_before(tokenizer: Any, messages: Sequence[Message]) -> str:
-  """The chat template's text up to where the next message is to be written, by whoever did not write the last one.
+  """Return the chat template's text up to where the next message begins, of whoever did not write the last one.
 
   Raises:
     SkipExample: the template does not take the messages.
@@ -166,7 +166,7 @@ def text_before(tokenizer: Any, messages: Sequence[Message]) -> str:
 
 
 class Script(NamedTuple):
-  """A conversation under way, as tokens. It ends where the assistant is to speak, or has spoken."""
+  """A conversation so far, as tokens; it ends where the assistant is to answer, or has answered."""
 
   token: list[int]
   is_answer: list[bool]  # by token: the assistant's own, the EOS included
@@ -175,7 +175,7 @@ class Script(NamedTuple):
 
   @classmethod
   def of(cls, tokenizer: Any, conversation: Conversation) -> 'Script':
-    """The conversation up to its first answer.
+    """Return the conversation up to its first answer.
 
     Raises:
       SkipExample: the chat template does not take the messages, or there is none, and more than a prompt.
@@ -192,11 +192,11 @@ class Script(NamedTuple):
     return cls(token, [False] * len(token), messages, tuple(later))
 
   def answered(self, token: list[int]) -> 'Script':
-    """With an answer's tokens."""
+    """Return the script with an answer's tokens appended."""
     return self._replace(token=self.token + token, is_answer=self.is_answer + [True] * len(token))
 
   def answer_tokens(self, tokenizer: Any, text: str, eos_ids: Sequence[int]) -> list[int]:
-    """The tokens the target would have generated to give this answer: the text's own and the template's end of turn.
+    """Return the tokens that the target would generate for this answer: the text's, then the template's end of turn.
 
     Raises:
       SkipExample: there is no chat template, it ends answers otherwise than the target does, or the text holds an EOS.
@@ -211,7 +211,7 @@ class Script(NamedTuple):
     return token + end
 
   def next_turn(self, tokenizer: Any, eos_ids: Sequence[int], *, max_prompt: int) -> 'Script':
-    """With the first of the user's `later` messages, after an answer.
+    """Return the script with the user's next message appended after an answer.
 
     The answer keeps its own tokens: only what the chat template puts between two answers is encoded.
 
@@ -231,7 +231,7 @@ class Script(NamedTuple):
     return Script(self.token + between, self.is_answer + [False] * len(between), messages, tuple(later))
 
   def _after_answer(self, tokenizer: Any, *following: Message) -> list[int]:
-    """Tokens of what the template puts after an answer: the end of the turn, then the messages that follow."""
+    """Return the tokens that the template puts after an answer: its end of turn, then the messages that follow."""
     before = _render(tokenizer, self.messages, True) + _SOME_ANSWER['content']
     text = _render(tokenizer, [*self.messages, _SOME_ANSWER, *following], bool(following))
     if not text.startswith(before):

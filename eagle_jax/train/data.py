@@ -1,4 +1,4 @@
-"""Examples to batches of packed rows: texts end to end, each blind to the others, in an order that a seed decides."""
+"""Pack examples into batches: texts end to end, none attending to another, in an order that a seed fixes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 
 
 def pack(rows: Sequence[Sequence[Example]], *, num_places: int, prompt_weight: float = 0.0) -> Packed:
-  """One row for each list of examples; what does not fit into `num_places` is cut.
+  """Pack each list of examples into one packed row; what does not fit into `num_places` is cut.
 
   Args:
     rows: B lists of examples.
@@ -64,7 +64,7 @@ def pack(rows: Sequence[Sequence[Example]], *, num_places: int, prompt_weight: f
 
 
 def plan(num_places_of: Sequence[int], *, num_places: int, seed: int, epoch: int) -> list[list[int]]:
-  """Which examples share a row, for every row of an epoch: each example once, whole, in an order of the epoch's own."""
+  """Return the indices of the examples in each packed row of an epoch: each example once, whole, in random order."""
   order = iter(np.random.default_rng((seed, epoch)).permutation(len(num_places_of)).tolist())
   near = list(itertools.islice(order, _LOOK_AHEAD))
   rows: list[list[int]] = []
@@ -90,7 +90,7 @@ def batches(
   first: int = 0,
   num_epochs: int | None = None,
 ) -> Iterator[Packed]:
-  """Batches of `num_rows` packed rows, from batch number `first` on: what a resumed run asks for.
+  """Yield batches of `num_rows` packed rows, from batch number `first` on, where a resumed run begins.
 
   A batch may end one epoch and begin the next; without end if `num_epochs` is None, else the last one is filled up with
   rows that do not count.
@@ -107,7 +107,7 @@ def batches(
 
 
 def frequent_ids(examples: Sequence[Example], *, size: int, vocab_size: int, forced: Sequence[int] = ()) -> np.ndarray:
-  """[U] i32: the `forced` ids, then those that the target's answers hold most often, in this order, `size` in all.
+  """Return [U] i32: the `forced` ids, then those most frequent in the target's answers, `size` in all.
 
   Source: FR-Spec, arXiv:2502.14856.
   """

@@ -1,11 +1,11 @@
-"""How much arithmetic a training step is."""
+"""Count the FLOPs of a training step."""
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.train.step import Recipe
 
 
 def step_flops(config: DrafterConfig, recipe: Recipe, *, num_ids: int, reader: TargetConfig | None) -> float:
-  """FLOPs that one training step needs: 2 a multiply-add, no recomputation, padding and all.
+  """Return the FLOPs of one training step: 2 a multiply-add, padding included, recomputation not.
 
   The drafter's layer counts three times (forward, and its two products backward), attention over half the places
   likewise; the frozen head counts once for the target, and for each step of the drafter once forward and once backward;
@@ -26,7 +26,7 @@ def step_flops(config: DrafterConfig, recipe: Recipe, *, num_ids: int, reader: T
 
 
 def _layer(config: DrafterConfig | TargetConfig, num_places: int, *, num_experts: int = 1) -> int:
-  """Multiply-adds a place."""
+  """Return the multiply-adds of a layer at one place."""
   heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.width
   attention = config.num_heads * config.head_dim * num_places
   return heads + attention + 3 * config.width * config.ffn_width * num_experts

@@ -1,4 +1,4 @@
-"""Training a drafter from the target's own answers: a loop that can be killed at any moment and goes on as if not."""
+"""Train a drafter on the target's own answers, in a loop that resumes bit for bit after being killed at any moment."""
 
 import collections
 import dataclasses
@@ -62,7 +62,7 @@ def train(
   num_traced: int = 0,
   progress: bool = False,
 ) -> dict[str, float]:
-  """Trains a drafter, or goes on where a run in this folder stopped; the best one so far stands in `folder/drafter`.
+  """Train a drafter, or resume the run in this folder; the best one so far is kept in `folder/drafter`.
 
   Args:
     target: frozen; on a mesh, the drafter is trained there: batch rows over 'data', matrices over 'model'.
@@ -73,7 +73,7 @@ def train(
     initial: weights to begin with; None for fresh ones.
     origin: what else decides the run, such as where its examples come from; of strings, numbers and dicts.
     provenance: goes into the drafter's folder, with step and metrics.
-    report_every: steps between two evaluations with a checkpoint each: what a kill loses at most.
+    report_every: steps between two evaluations with a checkpoint each; a kill loses no more than these.
     num_traced: held-out examples whose answers each evaluation decodes anew, for `tree_tau`: see `evaluate.trace`.
     progress: show a bar.
 
@@ -142,7 +142,7 @@ def train(
 
 
 def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], recipe: Recipe) -> None:
-  """ValueError if there is nothing to learn from, or to hold out; a word if rows are too short for some of it."""
+  """Raise a ValueError if there is nothing to train on or to hold out; warn if some answers do not fit."""
   for name, some in (('train on', examples), ('hold out', held_out)):
     is_answer = [one.is_answer[2:] for one in some]
     count, kept = (sum(int(row[:end].sum()) for row in is_answer) for end in (None, recipe.num_places - 1))
@@ -158,7 +158,7 @@ def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], r
 
 
 def _require_finite(metrics: Mapping[str, float], step: int, best: Path) -> None:
-  """ValueError if training diverged: its state is no checkpoint to go on from, and no drafter."""
+  """Raise a ValueError if training diverged: its state is neither saved nor exported."""
   if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
     raise ValueError(
       f'Training diverged: after step {step}, {bad} are not finite. The best drafter before is in {best}, if there is '
@@ -167,7 +167,7 @@ def _require_finite(metrics: Mapping[str, float], step: int, best: Path) -> None
 
 
 def settings(config: DrafterConfig, recipe: Recipe) -> dict[str, Any]:
-  """All fields of a run, by dotted names."""
+  """Return all settings of a run by dotted names."""
   fields = {'drafter': dataclasses.asdict(config), 'recipe': dataclasses.asdict(recipe)}
   fields['objective'] = fields['recipe'].pop('objective')
   return {f'{part}.{name}': value for part, values in fields.items() for name, value in values.items()}
@@ -175,7 +175,7 @@ def settings(config: DrafterConfig, recipe: Recipe) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """The drafter that a state of training stands for, and where it goes."""
+  """Turns a training state into a drafter, and exports it."""
 
   config: DrafterConfig
   vocabulary: dict[str, jax.Array]  # see `frozen_inputs`
@@ -183,11 +183,11 @@ class Outcome:
   provenance: Mapping[str, Any]
 
   def drafter(self, params: dict[str, Any]) -> Drafter:
-    """With the draft vocabulary, if there is one."""
+    """Return the drafter, with its draft vocabulary if it has one."""
     return Drafter(self.config, params | self.vocabulary)
 
   def save(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-    """As bfloat16, with its metrics among the provenance."""
+    """Export the drafter in bfloat16, with its metrics in the provenance."""
     provenance = {**self.provenance, 'step': int(state.step), 'held_out': dict(metrics)}
     drafter = self.drafter(fetched(state.params))
     on_main(save_drafter, drafter, self.folder, provenance, dtype='bfloat16')
@@ -196,7 +196,7 @@ class Outcome:
 def frozen_inputs(
   target: Target, config: DrafterConfig, examples: Sequence[Example]
 ) -> tuple[Frozen, dict[str, jax.Array]]:
-  """What training reads of the target, and the drafter's draft vocabulary: `ids`, or nothing if it drafts every id."""
+  """Return what training reads of the target, and the draft vocabulary: `ids`, or nothing if every id is drafted."""
   embed_VD, vocab_size = target.params['embed']['weight'], config.vocab_size
   reader = () if examples[0].feature.shape[1] else target.params
   if config.draft_vocab_size is None:
@@ -209,7 +209,7 @@ def frozen_inputs(
 
 
 def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], seed: int) -> dict[str, Any]:
-  """Random float32 weights that start from what is known: the next feature resembles the last one.
+  """Initialise float32 weights at random, around what is known: the next feature resembles the last one.
 
   `fc` hands on half the feature, the layer's branches start small, and embedding and feature are scaled to weigh the
   same: features are several times larger (17 times in SmolLM2-135M), and left alone the token would hardly count.
@@ -231,26 +231,26 @@ def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Examp
 
 
 def begin(params: dict[str, Any], recipe: Recipe, mesh: Mesh | None) -> TrainState:
-  """The state before the first step, on its mesh."""
+  """Return the state before the first step, placed on the mesh."""
   params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # a copy: the state is donated
   state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
   return state if mesh is None else jax.tree.map(put, state, param_shardings(state, mesh))
 
 
 def batch_shardings(packed: Packed, mesh: Mesh) -> Packed:
-  """Where each array of a batch lives: its rows on their mesh axis."""
+  """Return the sharding of each array of a batch: its first axis over the batch axis of the mesh."""
   return jax.tree.map(
     lambda x: NamedSharding(mesh, partition(('batch',) + (None,) * (x.ndim - 1), x.shape, mesh)), packed
   )
 
 
 def place(packed: Packed, mesh: Mesh | None) -> Packed:
-  """The batch on its mesh axes."""
+  """Place a batch on the mesh."""
   return packed if mesh is None else jax.tree.map(put, packed, batch_shardings(packed, mesh))
 
 
 def with_features(target: Target, examples: Sequence[Example]) -> list[Example]:
-  """The examples, with the features that were not stored."""
+  """Return the examples with the features that were not stored, computed by the target."""
   bare = [example for example in examples if not example.feature.shape[1]]
   made = iter(features(target, [example.token[:-1].tolist() for example in bare]))
   return [example if example.feature.shape[1] else example._replace(feature=next(made)) for example in examples]
@@ -259,7 +259,7 @@ def with_features(target: Target, examples: Sequence[Example]) -> list[Example]:
 def evaluate_all(
   params, frozen: Frozen, held_out: Sequence[Example], mesh: Mesh | None, *, network: Eagle, recipe: Recipe, target
 ) -> dict[str, float]:
-  """Means of `step.evaluate` over all examples, by places that count; and `chain_tau`, what a chain would emit a pass.
+  """Average `step.evaluate` over all examples, weighted by places; add `chain_tau`, the tokens a chain emits a pass.
 
   `chain_tau` is 1 + the expected accepted tokens of a greedily drafted chain of `NUM_CHAIN`, from every place of the
   text alike.
@@ -280,7 +280,7 @@ def _floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
 
 
 class Meter:
-  """Counts tokens and time, and shows them."""
+  """Counts tokens and time, and shows them on a progress bar."""
 
   def __init__(self, recipe: Recipe, flops: float, *, first: int, progress: bool):
     """
@@ -302,13 +302,13 @@ class Meter:
     self._bar.close()
 
   def count(self, packed: Packed) -> None:
-    """One more step."""
+    """Count one step."""
     self._steps += 1
     self._places += int((packed.sequence >= 0).sum())
     self._bar.update()
 
   def rates(self) -> dict[str, float]:
-    """Since the last call: `tok_per_s`, and `mfu`, the share of the device's measured matrix-product rate."""
+    """Return, since the last call, `tok_per_s` and `mfu`, the share of the device's measured matrix-product rate."""
     seconds = time.perf_counter() - self._start
     rates = {'tok_per_s': self._places / seconds, 'mfu': self._steps * self._flops / seconds / self._peak}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0
@@ -316,7 +316,7 @@ class Meter:
     return rates
 
   def show(self, metrics: Mapping[str, float]) -> None:
-    """Held-out metrics go beside the bar."""
+    """Show held-out metrics beside the bar."""
     names = {'cross_entropy_0': 'loss', 'top1_0': 'top1', BEST_BY: 'chain_tau', 'tree_tau': 'tree_tau'}
     self._shown = {short: f'{metrics[name]:.3f}' for name, short in names.items() if name in metrics}
     self._start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""The drafter over whole texts, step after step on its own outputs, as it will draft them.
+"""Run the drafter over whole texts, step after step on its own outputs, as in drafting.
 
-Step 1 reads the target's features. At step s row t reads, in place of f_t, what row t - 1 gave at step s - 1: the
-feature that a chain drafted from row t - s + 1 would hold there. Rows keep their tokens, positions and targets at every
-step (HASS, arXiv:2408.15766).
+Step 1 reads the target's features. At step s place t reads, instead of f_t, the output of place t - 1 at step s - 1:
+the feature that a chain drafted from place t - s + 1 would have there. Places keep their tokens, positions and targets
+at every step (HASS, arXiv:2408.15766).
 """
 
 from typing import Any
@@ -17,28 +17,28 @@ from eagle_jax.train.data import Packed
 
 
 def causal_mask(sequence_BL: jax.Array, *, age: int = 0) -> jax.Array:
-  """[B, L, L] bool: is the second place of the same text, and `age` or more places before the first?"""
+  """Return [B, L, L] bool: whether the second place is of the same text and at least `age` places before the first."""
   is_same_BLL = sequence_BL[:, :, None] == sequence_BL[:, None, :]
   return is_same_BLL & jnp.tri(sequence_BL.shape[1], k=-age, dtype=bool)[None]
 
 
 def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> Mix:
-  """Attention of the step that follows those in `memory`: what decoding would have in its cache.
+  """Return the attention of the step after those in `memory`, over what decoding would have in its cache.
 
-  A row t of step s sees the true rows up to t - s + 1 (step 1), then one row of each later step: t - s + 2 of step 2,
+  Place t of step s attends to step 1 up to place t - s + 1, then to one place of each later step: t - s + 2 of step 2,
   ..., itself of step s. So besides the causal scores of step 1 there are s - 1 diagonals.
 
   Args:
     memory: keys and values [B, G, L, K] of the earlier steps.
-    sequence_BL: [B, L] i32, which sequence each row belongs to; none sees another's.
-    is_leaky: hidden rows stay in the denominator with score 0, as in the trainers released with HASS: to compare with.
+    sequence_BL: [B, L] i32, the text that each place belongs to; no text attends to another.
+    is_leaky: masked places stay in the denominator with score 0, as in the trainers released with HASS; for comparison.
   """
 
   def mix(q_BGJLK, k_BGLK, v_BGLK):
     steps = (*memory, (k_BGLK, v_BGLK))
     (keys_BGLK, values_BGLK), age, num_rows = steps[0], len(memory), sequence_BL.shape[1]
     visible_BLL = causal_mask(sequence_BL, age=age)
-    # What row t - d was at step s - d, moved to row t.
+    # Place t - d of step s - d, moved to place t.
     diagonals = [jax.tree.map(lambda x, d=d: jnp.roll(x, d, axis=2), steps[age - d]) for d in range(age)]
     hidden = 0.0 if is_leaky and age else HIDDEN
     score_BGJLS = jnp.where(visible_BLL[:, None, None], scores(q_BGJLK, keys_BGLK), hidden)
@@ -56,7 +56,7 @@ def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool
 
 
 def own_scores(q_BGJLK: jax.Array, k_BGLK: jax.Array) -> jax.Array:
-  """[B, G, J, L, 1] f32: the scores of row t's query with row t's key alone."""
+  """Return [B, G, J, L, 1] f32: the score of each place's query with its own key."""
   product_BGJLK = q_BGJLK.astype(jnp.float32) * k_BGLK[:, :, None].astype(jnp.float32)
   return product_BGJLK.sum(axis=-1, keepdims=True) * (q_BGJLK.shape[-1] ** -0.5)
 
@@ -72,7 +72,7 @@ def rollout(
   is_leaky: bool = False,
   remat: bool = False,
 ) -> jax.Array:
-  """[D, num_steps, B, L]: at every step, the outputs that stand in for the next features.
+  """Return [D, num_steps, B, L]: the predicted next features of every step.
 
   Args:
     params: the drafter's, with the target's `embed`.
@@ -82,7 +82,7 @@ def rollout(
     num_steps: 1 is EAGLE; later ones read the drafter's own outputs.
     is_detached: no gradient through the features that a step reads from the one before.
     is_leaky: see `multistep_attention`.
-    remat: compute each step once more in the backward pass, so that one step's scores are there at a time.
+    remat: recompute each step in the backward pass, so that only one step's scores are alive at a time.
   """
 
   def step(params, memory, read_DBL):
@@ -99,8 +99,8 @@ def rollout(
 
 
 def chain_weights(packed: Packed, num_steps: int) -> jax.Array:
-  """[num_steps, B, L] f32, how much each row counts at each step: as it does itself, if its chain began in a row of
-  the same text that counts too.
+  """Return [num_steps, B, L] f32, the weight of each place at each step: its own, if its chain began at a place of the
+  same text with a weight above 0.
   """
   weight_BL, steps = packed.weight, [packed.weight]
   for age in range(1, num_steps):
@@ -112,12 +112,12 @@ def chain_weights(packed: Packed, num_steps: int) -> jax.Array:
 
 
 def prefix_correct(is_hit_dBL: jax.Array) -> jax.Array:
-  """[d, B, L] bool: the chain that step s of row t ends was on the text's own path at every earlier step.
+  """Return [d, B, L] bool: whether the chain that ends at step s of a place followed the text at every earlier step.
 
   Decoding gets to depth s only along accepted nodes (GRIFFIN, arXiv:2502.11018).
 
   Args:
-    is_hit_dBL: at each step, was the text's own token among the drafter's best?
+    is_hit_dBL: whether the text's own token was among the drafter's best at each step.
   """
   reach_BL, steps = jnp.ones_like(is_hit_dBL[0]), []
   for is_hit_BL in is_hit_dBL:

@@ -1,4 +1,4 @@
-"""A whole training run, from a configuration to a drafter: answers, training, provenance; and its dry run."""
+"""Run a whole training, from a configuration to a drafter: answers, training, provenance; or a dry run of it."""
 
 import collections
 import dataclasses
@@ -50,7 +50,7 @@ def run(
   report_every: int = 100,
   command: str = '',
 ) -> dict[str, float]:
-  """Makes the shards that are missing, then trains, or goes on where a run in this folder stopped.
+  """Make the shards that are missing, then train, or resume the run in this folder.
 
   Args:
     config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps NUM_TRACED,
@@ -110,7 +110,7 @@ def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:
 
 
 class _Gathered(NamedTuple):
-  """All kinds of data of a configuration."""
+  """The examples of all kinds of data of a configuration."""
 
   examples: list[Example]
   held_out: list[Example]  # the last few of each kind
@@ -120,7 +120,7 @@ class _Gathered(NamedTuple):
 def _gather(
   target: Target, config: Mapping[str, Any], folder: Path, prompts: str | None, prompts_hash: str | None
 ) -> _Gathered:
-  """Makes the shards that are missing, a folder each kind, and reads them all."""
+  """Make the shards that are missing, one folder for each kind of data, and read them all."""
   gathered = _Gathered([], [], {})
   for name, data in config['DATA'].items():
     own, refused = folder / name, collections.Counter[str]()
@@ -141,13 +141,13 @@ def _gather(
 
 
 def _forget_what_was_not_begun(folder: Path) -> None:
-  """A folder with its settings alone may be made with others."""
+  """Remove the settings of a folder that holds nothing else, so that it may be made with others."""
   if [*folder.glob('*')] == [folder / _SETTINGS]:
     (folder / _SETTINGS).unlink()
 
 
 def _provenance(config: Mapping[str, Any], data: _Gathered, mesh: Mesh | None) -> dict[str, Any]:
-  """With what a drafter was made."""
+  """Return what a drafter was made with."""
   return {
     'commit': _commit(),
     'target': config['TARGET'],
@@ -160,7 +160,7 @@ def _provenance(config: Mapping[str, Any], data: _Gathered, mesh: Mesh | None) -
 
 
 def _commit() -> str | None:
-  """The commit of the checkout that the code is in, if it is one."""
+  """Return the commit of the checkout that this code is in; None if it is in none."""
   command = ['git', '-C', str(Path(__file__).parent), 'rev-parse', 'HEAD']
   try:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -169,7 +169,7 @@ def _commit() -> str | None:
 
 
 def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
-  """Compiles the training step for the shapes alone, and says what it would take; no weights are loaded or allocated.
+  """Compile the training step from shapes alone, and return the memory it would take; no weights are allocated.
 
   Args:
     config: as for `run`; TARGET may also be a `TargetConfig`, and without DATA features are computed in the step.

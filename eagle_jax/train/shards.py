@@ -1,6 +1,6 @@
-"""Training examples on disk: each shard a file of its own, decided by the settings and its number alone.
+"""Write training examples in shards, each a file that depends on the settings and its number alone.
 
-So an interrupted run goes on where it stopped, and ends with the very files of an undisturbed one.
+So an interrupted run resumes where it stopped, and ends with exactly the files of an undisturbed one.
 """
 
 import collections
@@ -45,7 +45,7 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  """How much text there is to learn from, who writes it, and how."""
+  """How much text to train on, who writes it, and how."""
 
   num_shards: int
   shard_size: int = 512  # conversations
@@ -74,7 +74,7 @@ class Data:
 
 
 def write_shard(path: Path, examples: Sequence[Example]) -> None:
-  """Packs examples end to end into one safetensors file, written whole or not at all."""
+  """Pack examples end to end into one safetensors file, written whole or not at all."""
   tensors = {
     'id': np.asarray([example.id for example in examples], np.int64),
     'num_tokens': np.asarray([len(example.token) for example in examples], np.int64),
@@ -88,7 +88,7 @@ def write_shard(path: Path, examples: Sequence[Example]) -> None:
 
 
 def read_shard(path: Path) -> list[Example]:
-  """The examples of one shard.
+  """Read the examples of one shard.
 
   Raises:
     ValueError: the file is damaged.
@@ -104,7 +104,7 @@ def read_shard(path: Path) -> list[Example]:
 def make_shards(
   target: Target, conversations: Iterable[Conversation], folder: Path, data: Data, refused: collections.Counter[str]
 ) -> Iterator[Path]:
-  """Writes the shards that are not there yet, and yields the path of each in turn.
+  """Write the shards that are missing, and yield the path of each in turn.
 
   Args:
     target: answers, or reads the given answers; needs a tokenizer.
@@ -145,7 +145,7 @@ def make_conversations(
   num_turns: int = 1,
   temperature: float = 1.0,
 ) -> Iterator[Conversation]:
-  """Conversations for `make_shards` where there is no file of them: the target makes them up. See `synthesize`.
+  """Yield conversations for `make_shards` that the target makes up, where there is no file of them. See `synthesize`.
 
   They are kept in `folder`, those of `data.shard_size` tries a file, so that an interrupted run loses no more. A file
   is written when its conversations are asked for; they end after four times as many tries as `data` asks for.
@@ -183,7 +183,7 @@ def _answerer(target: Target, data: Data) -> Answerer:
 def _scripts(
   target: Target, conversations: Iterable[Conversation], data: Data, refused: collections.Counter[str]
 ) -> Iterator[tuple[int, Script]]:
-  """The conversations whose first prompt has a length wanted here, numbered as they come, ready for `make_shards`."""
+  """Yield the conversations whose first prompt has a wanted length, numbered in their order, as scripts."""
   for number, conversation in enumerate(conversations):
     with counting(refused):
       script = Script.of(target.tokenizer, conversation)
@@ -199,7 +199,7 @@ def _scripts(
 def _follow(
   script: Script, answers: Sequence[str], target: Target, data: Data, refused: collections.Counter[str]
 ) -> Script:
-  """The conversation with the answers it came with. It ends with the last one that can be used.
+  """Return the conversation with its given answers, up to the last one that can be used.
 
   Raises:
     SkipExample: none can.
@@ -217,7 +217,7 @@ def _follow(
 
 
 def _as_given(target: Target, data: Data, scripts: Sequence[tuple[int, Script]]) -> list[Example]:
-  """Adds the features, from one target pass over each conversation."""
+  """Return examples with the features of one target pass over each conversation."""
   seen = [script.token[:-1] for _, script in scripts]
   if data.stores_features:
     all_features = features(target, seen)
@@ -229,7 +229,7 @@ def _as_given(target: Target, data: Data, scripts: Sequence[tuple[int, Script]])
 def _converse(
   answerer: Answerer, data: Data, refused: collections.Counter[str], scripts: Sequence[tuple[int, Script]]
 ) -> list[Example]:
-  """Answers every turn, all conversations' first ones together, then all second ones, and so on."""
+  """Answer every turn: the first ones of all conversations together, then all second ones, and so on."""
   target = answerer.target
   open_scripts, finished = dict(scripts), {}
   while open_scripts:

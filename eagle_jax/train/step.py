@@ -1,4 +1,4 @@
-"""The training step of an EAGLE-1/2 head: one pure jitted function, and what it is made of."""
+"""The training step of an EAGLE-1/2 head: one pure jitted function and its parts."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ class Objective:
   and 0.1; each field beyond them is another paper's.
   """
 
-  regression: float = 1.0  # weight of the smooth-L1 distance to the target's features
+  regression: float = 1.0  # weight of the Huber loss to the target's features
   cross_entropy: float = 1.0  # weight of the soft cross-entropy to the target's distribution
   top_k: int = 10
   top_k_cross_entropy: float = 0.0  # weight of the same over the target's k best tokens alone (HASS, arXiv:2408.15766)
@@ -41,14 +41,14 @@ class Objective:
     least |= {'step_decay': 0, 'reachable_top': 0}
     if below := {name: bound for name, bound in least.items() if not getattr(self, name) >= bound}:
       came = {name: getattr(self, name) for name in below}
-      raise ValueError(f'Objective: {came} came; at least {below} is needed.')
+      raise ValueError(f'Objective: got {came}; at least {below} is needed.')
     if not self.regression + self.cross_entropy + self.top_k_cross_entropy > 0:
-      raise ValueError('Objective: all weights are 0, so nothing is learned; one of them must be above.')
+      raise ValueError('Objective: all weights are 0, so nothing is learned; at least one must be positive.')
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """How a drafter is trained. Static in the step."""
+  """How a drafter is trained; static in the step."""
 
   num_steps: int  # batches; an update takes `num_accumulated` of them
   num_rows: int = 4  # packed rows a step: the global batch
@@ -89,7 +89,7 @@ class Recipe:
       )
 
   def optimizer(self) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipping by norm, on averaged gradients. Its schedule counts updates."""
+    """Return AdamW with warm-up, cosine decay and clipping by norm, on mean gradients; its schedule counts updates."""
     num_updates = self.num_steps // self.num_accumulated
     warmup = min(self.warmup_steps // self.num_accumulated, num_updates // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, warmup, num_updates)
@@ -101,7 +101,7 @@ class Recipe:
 
 
 class TrainState(NamedTuple):
-  """What training changes."""
+  """What a training step changes."""
 
   params: Any  # the drafter's `fc` and `layer`, float32
   optimizer: Any
@@ -109,7 +109,7 @@ class TrainState(NamedTuple):
 
 
 class Frozen(NamedTuple):
-  """What training reads."""
+  """What a training step reads."""
 
   embed: jax.Array  # [V, D], the target's
   head: jax.Array  # [U, D], the target's rows of the ids that the loss looks at
@@ -118,7 +118,7 @@ class Frozen(NamedTuple):
 
 
 def target_features(frozen: Frozen, packed: Packed, target: TransformerTarget | None) -> jax.Array:
-  """[D, B, L]: the stored features, or those of a pass of `target` over the packed texts."""
+  """Return [D, B, L]: the stored features, or those of a pass of `target` over the packed texts."""
   if target is None:
     return packed.feature.transpose(2, 0, 1)
   cache, mask_BLL = target.init_cache(packed.token.shape[0], 0), causal_mask(packed.sequence)
@@ -126,24 +126,24 @@ def target_features(frozen: Frozen, packed: Packed, target: TransformerTarget | 
 
 
 class Rows(NamedTuple):
-  """What the losses compare the drafter's outputs with, place by place."""
+  """What the losses compare the drafter's outputs with, at each place."""
 
   target: jax.Array  # [D, B, L], the features to be predicted
   label: jax.Array  # [B, L] i32, the text's own token, as an index into the head's rows; -1 if it has none
 
 
 class Ranks(NamedTuple):
-  """How many ids the drafter prefers, at every step, to ..."""
+  """How many ids the drafter ranks above ..."""
 
   best: jax.Array  # [d, B, L] i32, ... the target's favourite among them
   label: jax.Array  # [d, B, L] i32, ... the text's own token
 
 
 def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows: Rows):
-  """Per place: the weighted sum of cross-entropies [d, B, L], and (the plain cross-entropy, `Ranks`).
+  """Return, for each place, the weighted sum of cross-entropies [d, B, L], and (the plain cross-entropy, `Ranks`).
 
-  Of a draft vocabulary the target's distribution is that among its ids, in every place; EAGLE-3's trainers leave places
-  out whose favourite is another id (`eagle/traineagle3/cnets.py` of the reference).
+  With a draft vocabulary the target's distribution is renormalised over its ids, at every place; EAGLE-3's trainers
+  leave out places whose best id is another one (`eagle/traineagle3/cnets.py` of the reference).
   """
   width, num_steps, *shape = out_DdBL.shape
   p_UR = jax.nn.softmax(head_logits(head_UD, rows.target.reshape(width, -1).astype(head_UD.dtype)), axis=0)
@@ -162,10 +162,10 @@ def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows:
 
 
 def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Eagle, target, recipe: Recipe):
-  """The loss, and metrics by step: `cross_entropy_s`, `regression_s`, `top1_s` (agreement with the target's
-  best of the ids that are drafted), ...
+  """Return the loss and metrics of each step s: `cross_entropy_s`, `regression_s`, `top1_s` (agreement with the
+  target's best of the drafted ids), ...
 
-  `chain_s` is the share of places whose chain, drafted greedily from step 0 to s, is all the text's own.
+  `chain_s` is the share of places whose chain, drafted greedily from step 0 to s, equals the text.
   """
   objective = recipe.objective
   feature_DBL = jax.lax.stop_gradient(target_features(frozen, packed, target)).astype(jnp.float32)
@@ -221,7 +221,7 @@ def train_step(
   recipe: Recipe,
   target: TransformerTarget | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One step of the optimizer on one batch. `state` is donated.
+  """Take one optimizer step on one batch. `state` is donated.
 
   Args:
     state: of the step before.
@@ -251,7 +251,7 @@ def train_step(
 def evaluate(
   params, frozen: Frozen, packed: Packed, *, network: Eagle, recipe: Recipe, target: TransformerTarget | None = None
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-  """Metrics of a batch without noise, for `NUM_CHAIN` steps, and for each how many places it is the mean of."""
+  """Return the metrics of a batch without noise, for `NUM_CHAIN` steps, and the number of places behind each."""
   objective = dataclasses.replace(recipe.objective, num_steps=NUM_CHAIN, is_leaky=False)
   plain = dataclasses.replace(recipe, objective=objective, feature_noise=0.0)
   metrics = loss_and_metrics(params, frozen, packed, jax.random.key(0), network=network, target=target, recipe=plain)[1]
