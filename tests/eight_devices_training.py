@@ -15,12 +15,12 @@ import numpy as np
 import quick  # noqa: F401 as a setting
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.evaluate.example import Example
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.sharding import make_mesh, param_shardings, using
 from eagle_jax.train.data import batches
 from eagle_jax.train.loop import begin, frozen_inputs, place, train
 from eagle_jax.train.run import dry_run
-from eagle_jax.train.shards import Example
 from eagle_jax.train.step import Objective, Recipe, train_step
 
 SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 8, 'num_kv_heads': 4, 'head_dim': 8, 'ffn_width': 48}

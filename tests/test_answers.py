@@ -14,10 +14,12 @@ import pytest
 from eagle_jax.config import TargetConfig
 from eagle_jax.decode.batching import Request
 from eagle_jax.decode.generate import generate
+from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.features import features
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.train.answers import Answerer, features, synthesize
+from eagle_jax.train.answers import Answerer, synthesize
 from eagle_jax.train.conversations import Conversation
-from eagle_jax.train.shards import Data, Example, make_conversations, make_shards, read_shard, write_shard
+from eagle_jax.train.shards import Data, make_conversations, make_shards, read_shard, write_shard
 from test_conversations import TOY, Toy, spoken
 
 CONFIG = TargetConfig(

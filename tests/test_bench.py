@@ -13,13 +13,14 @@ import pytest
 
 from eagle_jax.bench import measure as measuring
 from eagle_jax.bench import summary
-from eagle_jax.bench.measure import Answered, Bench, Timed, gap_where_they_part, identity
+from eagle_jax.bench.measure import Bench, gap_where_they_part, identity
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import QUESTIONS, Question, read_questions, tasks_in
 from eagle_jax.bench.run import run
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.evaluate.answered import Answered, Timed
 from eagle_jax.evaluate.calibration import acceptance_by_rank, calibrate, reliability
 from eagle_jax.evaluate.trace import Nodes
 from eagle_jax.models.transformer import Target, TransformerTarget

@@ -16,7 +16,7 @@ FLOORS = {
   'weights': 4,
   'draft': 5,
   'decode': 6,
-  'evaluate': 8, 'hub': 7,
+  'evaluate': 7, 'hub': 7,
   'train': 8, 'bench': 8, 'viz': 8,
 }  # fmt: skip
 # Within a package: in data order, each module may import those before it.
@@ -35,6 +35,7 @@ ORDER = {
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'auto', 'build', 'program', 'batching',
     'generate', '__init__',
   ),
+  'evaluate': ('__init__', 'example', 'features', 'answered', 'trace', 'calibration', 'random_pairs'),
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')
 TAKES_MESH_AXES = frozenset({'PartitionSpec', 'make_mesh', 'create_device_mesh', 'axis_name', 'axis_names'})

@@ -16,10 +16,10 @@ from eagle_jax.decode.prefill import STATIC, run_prefill
 from eagle_jax.decode.step import decode_loop
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate import trace as replay
+from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import Traced, first_answer, observe, trace
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
-from eagle_jax.train.shards import Example
 
 NUM_NEW = 24
 EOS_IDS = (0, 24, 48, 72, 96)

@@ -20,6 +20,7 @@ from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.decode.generate import generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.evaluate.example import Example
 from eagle_jax.hub import load_drafter, save_drafter
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Chain
@@ -30,7 +31,7 @@ from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.loop import begin, evaluate_all, frozen_inputs, train, with_features
 from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_correct, rollout
-from eagle_jax.train.shards import Data, Example
+from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
 from killing import run_killed, run_to_the_end, same
 

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,52 +15,14 @@ import jax.numpy as jnp
 from eagle_jax.bench.questions import Question, tokenizer_of
 from eagle_jax.decode.generate import Generation, generate
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.evaluate.answered import Answered, Timed
 from eagle_jax.files import differences
-from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
 from eagle_jax.sharding import fetched
 
 NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
-
-
-class Timed(NamedTuple):
-  """One answer, and how long it took, compiling apart."""
-
-  tokens: list[int]
-  num_accepted: list[int]  # by target pass; see `decode.Generation`
-  nodes_per_pass: float
-  levels_per_pass: float
-  prefill_s: float
-  decode_s: float
-
-  @classmethod
-  def of(cls, generation: Generation) -> 'Timed':
-    stats = {name: generation.stats[name] for name in cls._fields[2:]}
-    return cls(generation.tokens[0], generation.num_accepted[0], **stats)
-
-
-class Answered(NamedTuple):
-  """A turn of a question, answered both ways."""
-
-  task: str
-  question_id: str
-  turn: int
-  temperature: float
-  repeat: int
-  row_id: int  # keys the noise
-  prompt: list[int]  # tokens, earlier turns included
-  plain: Timed
-  spec: Timed
-  gap: float | None  # where the texts part, between plain decoding's two best perturbed logits; None: they are equal
-
-  @classmethod
-  def parse(cls, line: str) -> 'Answered':
-    fields = json.loads(line)
-    return cls(**{**fields, 'plain': Timed(**fields['plain']), 'spec': Timed(**fields['spec'])})
-
-  def line(self) -> str:
-    return json.dumps({**self._asdict(), 'plain': self.plain._asdict(), 'spec': self.spec._asdict()}) + '\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +157,7 @@ def gap_where_they_part(
   if list(plain) == list(spec):
     return None
   context = [*prompt, *plain[: num_same(plain, spec)]]
-  network = TransformerTarget(target.config, target.dtype)
+  network = target.network
   taps = network.read(target.params, jnp.asarray([context]))
   logits_V = network.logits(target.params, taps)[:, 0, -1]
   best, second = jax.lax.top_k(perturbed(logits_V, sampling, row_id, len(context)), 2)[0]

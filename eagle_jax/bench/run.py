@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from eagle_jax.bench.measure import Answered, Bench
+from eagle_jax.bench.measure import Bench
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import Question
 from eagle_jax.bench.summary import report, write
+from eagle_jax.evaluate.answered import Answered
 from eagle_jax.evaluate.calibration import calibrate
 from eagle_jax.policy.trees import DynamicTree
 

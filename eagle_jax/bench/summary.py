@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle_jax.bench.measure import NEAR_TIE, Answered, Timed, num_same
+from eagle_jax.bench.measure import NEAR_TIE, num_same
+from eagle_jax.evaluate.answered import Answered, Timed
 from eagle_jax.evaluate.trace import Traced
 from eagle_jax.files import replacing
 from eagle_jax.policy.trees import TreePolicy

@@ -26,6 +26,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate.calibration import Said, examples
+from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import Nodes, Traced, observe, require_traceable, trace
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
@@ -33,7 +34,6 @@ from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, mesh_of, num_devices, using
-from eagle_jax.train.shards import Example
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 NUM_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)

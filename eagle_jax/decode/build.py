@@ -12,7 +12,7 @@ from eagle_jax.draft.kinds import kind_of
 from eagle_jax.draft.lookup import WEIGHTS
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.kernels.int8 import quantised
-from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Target
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.trees import Plain, TreePolicy
 from eagle_jax.sampling import Chooser, GumbelMax
@@ -53,7 +53,7 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
   """Do what `build` does with a policy that was resolved."""
   policy, drafter, costs = resolved
   require_chooser(chooser)
-  network = TransformerTarget(target.config, target.dtype)
+  network = target.network
   if isinstance(policy, Plain) or drafter is None:
     return Params(target.params, {}), Spec(network, NoDrafter(), Plain(), chooser)
   kind, num_ids = kind_of(drafter.config), drafter.config.num_ids

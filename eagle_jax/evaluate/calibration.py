@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle_jax.bench.measure import Answered
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.evaluate.answered import Answered
+from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.features import features
 from eagle_jax.evaluate.trace import Nodes, observe
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
-from eagle_jax.train.answers import features
-from eagle_jax.train.shards import Example
 
 
 class Reliability(NamedTuple):

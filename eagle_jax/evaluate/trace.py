@@ -20,11 +20,11 @@ from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import decode_loop, result, step, tau
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.evaluate.example import Example
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched
-from eagle_jax.train.shards import Example
 from eagle_jax.tree import NO_TOKEN, DraftTree
 
 NUM_ROWS = 8

@@ -28,6 +28,11 @@ class Target:
     return self.params['embed']['weight'].dtype
 
   @property
+  def network(self) -> 'TransformerTarget':
+    """The pure functions over `params`."""
+    return TransformerTarget(self.config, self.dtype)
+
+  @property
   def head_VD(self) -> Any:
     """The language-model head's weights, which may be the embedding's."""
     return self.params.get('head', self.params['embed'])['weight']

@@ -6,9 +6,8 @@ encode.
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,14 @@ import numpy as np
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.decode.batching import Batcher, Request
-from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.draft.plain import NoDrafter
-from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Plain
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched, mesh_of, row_axis_size, using
+from eagle_jax.sharding import mesh_of
 from eagle_jax.train.conversations import Conversation, Message, SkipExample, counting, text_before
-
-_TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
 
 
 class Recording(NamedTuple):
@@ -42,14 +38,16 @@ class Recorder(NoDrafter):
 
   width: int
 
-  def init(self, batch: int, num_slots: int) -> Recording:
-    return Recording(jnp.zeros((batch, 1, num_slots, self.width), jnp.float32), jnp.zeros(batch, jnp.int32))
+  def start(self, params, token_BL, taps, length_B, num_slots: int) -> Recording:
+    feature_B1LD = self._features(taps)
+    free = num_slots - feature_B1LD.shape[2]
+    return Recording(jnp.pad(feature_B1LD, ((0, 0), (0, 0), (0, free), (0, 0))), length_B)
 
-  def follow(self, params, state: Recording, token_BP, taps) -> jax.Array:
+  def update(self, params, state: Recording, token_BP, taps, count_B) -> Recording:
+    return Recording(kv_cache.write(state.feature, self._features(taps), state.length), state.length + count_B)
+
+  def _features(self, taps) -> jax.Array:
     return taps.feature[: self.width].transpose(1, 2, 0)[:, None].astype(jnp.float32)
-
-  def absorb(self, state: Recording, feature_B1PD: jax.Array, count_B) -> Recording:
-    return Recording(kv_cache.write(state.feature, feature_B1PD, state.length), state.length + count_B)
 
 
 class Answer(NamedTuple):
@@ -97,7 +95,7 @@ class Answerer:
     recorder = Recorder(target.config.width if records_features else 0)
     self._batcher = Batcher(
       Params(target.params, ()),
-      Spec(_network(target), recorder, Plain()),
+      Spec(target.network, recorder, Plain()),
       mesh_of(target.params),
       batch_size=num_rows,
       num_refill=num_refill,
@@ -131,30 +129,6 @@ def _recorded(state: DecodeState, row_n: jax.Array) -> tuple[jax.Array, ...]:
 
 
 _RECORDED = Program(_recorded)
-
-
-def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-  """Return the features of each text of n tokens, [n, D] bf16, by target passes over texts of about one length."""
-  network = _network(target)
-  unit = row_axis_size(mesh_of(target.params))  # every device has as many texts as the others
-  sizes = [bucket(len(text)) for text in texts]
-  found: dict[int, np.ndarray] = {}
-  for size in sorted(set(sizes)):
-    batch = max(1, _TOKENS_PER_PASS // (size * unit)) * unit
-    alike = [index for index, other in enumerate(sizes) if other == size]
-    for start in range(0, len(alike), batch):
-      chosen = alike[start : start + batch]
-      token_BL, _ = pad_prompts([texts[i] for i in chosen] + [[0]] * (batch - len(chosen)), size)
-      with using(mesh_of(target.params)):
-        feature_BLD = fetched(_whole_pass(target.params, token_BL, network=network))
-      found |= {i: feature_LD[: len(texts[i])] for i, feature_LD in zip(chosen, feature_BLD, strict=False)}
-  return [found[index] for index in range(len(texts))]
-
-
-@functools.partial(jax.jit, static_argnames='network')
-def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget) -> jax.Array:
-  """Return the features of whole texts, [B, L, D] bf16."""
-  return network.read(params, token_BL).feature.transpose(1, 2, 0).astype(jnp.bfloat16)
 
 
 def synthesize(
@@ -208,7 +182,3 @@ def _whole_text(target: Target, answer: Answer) -> str:
   if not (text := target.tokenizer.decode(token).strip()):
     raise SkipExample('self-synthesis: an empty message')
   return text
-
-
-def _network(target: Target) -> TransformerTarget:
-  return TransformerTarget(target.config, target.dtype)

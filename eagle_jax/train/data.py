@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.train.shards import Example
+from eagle_jax.evaluate.example import Example
 
 _LOOK_AHEAD = 64  # examples among which one is sought that fits the room left in a row
 

@@ -19,6 +19,8 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.device import flops_per_s
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.features import features
 from eagle_jax.evaluate.trace import trace
 from eagle_jax.hub import save_drafter
 from eagle_jax.models.transformer import Target, TransformerTarget
@@ -34,11 +36,9 @@ from eagle_jax.sharding import (
   require_whole_share,
   using,
 )
-from eagle_jax.train.answers import features
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, run_lock, settle_settings
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.shards import Example
 from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
 
 BEST_BY = 'chain_tau'

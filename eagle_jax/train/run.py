@@ -20,6 +20,7 @@ from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.kinds import kind_of
+from eagle_jax.evaluate.example import Example
 from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
@@ -30,7 +31,7 @@ from eagle_jax.train.configuration import require_data
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed
 from eagle_jax.train.loop import batch_shardings, train
-from eagle_jax.train.shards import Example, make_conversations, make_shards, read_shard
+from eagle_jax.train.shards import make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
 
 log = logging.getLogger('eagle_jax')

@@ -10,15 +10,17 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.decode.batching import Request
+from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.features import features
 from eagle_jax.models.transformer import Target
 from eagle_jax.processes import write_once
-from eagle_jax.train.answers import Answerer, features, synthesize
+from eagle_jax.train.answers import Answerer, synthesize
 from eagle_jax.train.conversations import (
   Conversation,
   Script,
@@ -30,17 +32,6 @@ from eagle_jax.train.conversations import (
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 
 _TRIES = 4  # of self-synthesis, for each conversation that is needed
-
-
-class Example(NamedTuple):
-  """A conversation with its answers. The newest token has no feature: no pass saw it."""
-
-  id: int  # with `seed`, keys the noise of its answers
-  token: np.ndarray  # [n + 1] i32
-  is_answer: np.ndarray  # [n + 1] bool, what the assistant said itself, its EOS included
-  feature: np.ndarray  # [n, D] bf16, last hidden state after the final norm; [n, 0] where they are not stored
-  temperature: float = 0.0  # that its answers were drawn at
-  seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
