@@ -51,8 +51,10 @@ class TargetConfig:
   tied_head: bool = False  # the head is the embedding
   qkv_bias: bool = False  # Qwen2: biases of the query, key and value projections
   qk_norm: bool = False  # Qwen3: RMSNorm of each query and key head before RoPE
+  o_bias: bool = False  # a bias of the output projection
   window: int | None = None  # Mistral: a row sees this many rows, itself included; None: all before it
   rope_slowdown: tuple[float, ...] = ()  # Llama 3.1: each of the K/2 pairs turns this many times slower; (): none does
+  rope_factor: float = 1.0  # YaRN: of cosines and sines, so that scores grow by its square
   num_experts: int = 0  # E, Mixtral: routed feed-forward networks a layer; 0: one, for all rows
   experts_per_token: int = 0
   eos_ids: tuple[int, ...] = ()  # any of these ends a row
@@ -62,7 +64,7 @@ class TargetConfig:
     _require_positive(
       self, 'vocab_size', 'width', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'max_context'
     )
-    _require_positive(self, 'norm_eps', 'rope_theta', kind=numbers.Real)
+    _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)
     _require_heads(self)
     if self.window is not None:
       _require_positive(self, 'window')
@@ -78,7 +80,10 @@ class _HeadSizes:
   """What every drafter's one layer has."""
 
   # Fields that folders written before there were these lack: they mean their defaults there.
-  MAY_LACK: ClassVar[frozenset[str]] = frozenset({'rope_slowdown', 'own_embedding', 'fc_norm', 'norm_output'})
+  MAY_LACK: ClassVar[frozenset[str]] = frozenset({
+    'rope_slowdown', 'rope_factor', 'own_embedding', 'o_bias', 'qkv_bias', 'qk_norm', 'fc_bias', 'window', 'fc_norm',
+    'norm_before_fc', 'norm_output',
+  })  # fmt: skip
 
   vocab_size: int  # the target's
   width: int
@@ -90,13 +95,16 @@ class _HeadSizes:
   rope_theta: float = dataclasses.field(default=10_000.0, kw_only=True)
   draft_vocab_size: int | None = dataclasses.field(default=None, kw_only=True)  # U of the target's ids; None: all
   rope_slowdown: tuple[float, ...] = dataclasses.field(default=(), kw_only=True)  # see `TargetConfig`
+  rope_factor: float = dataclasses.field(default=1.0, kw_only=True)
   own_embedding: bool = dataclasses.field(default=False, kw_only=True)  # not the target's
+  qkv_bias: bool = dataclasses.field(default=False, kw_only=True)
+  o_bias: bool = dataclasses.field(default=False, kw_only=True)
 
   def _require_sizes(self) -> None:
     object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
     _require_slowdown(self)
     _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
-    _require_positive(self, 'norm_eps', 'rope_theta', kind=numbers.Real)
+    _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)
     _require_heads(self)
     if not (isinstance(self.num_ids, numbers.Integral) and 1 <= self.num_ids <= self.vocab_size):
       raise ValueError(
@@ -118,11 +126,11 @@ class DrafterConfig(_HeadSizes):
   """
 
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
-  qkv_bias: bool = False
   name: str = 'drafter'
 
   # What a target's layer may have, and this one never has.
   qk_norm: ClassVar[bool] = False
+  window: ClassVar[int | None] = None
   num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
@@ -146,15 +154,19 @@ class Eagle3Config(_HeadSizes):
   """
 
   target_width: int
-  taps: tuple[int, ...] | None = None  # 0-based layers of the target whose inputs it reads; None: 2, n // 2, n - 3 of n
+  # Layers of the target, from 0, whose inputs it reads, any number of them; the input of the layer behind the last is
+  # what the final norm reads. None: 2, n // 2, n - 3 of n. (): the final feature alone, which no fc joins.
+  taps: tuple[int, ...] | None = None
+  fc_bias: bool = False
+  qk_norm: bool = False  # a Qwen3-style layer
+  window: int | None = None  # see `TargetConfig`
   norm_before_residual: bool = False  # the residual stream starts from the normed feature
+  norm_before_fc: bool = False  # EAGLE-3.1: one norm of all taps together before fc
   fc_norm: bool = False  # EAGLE-3.1: a norm of each tap before fc
   norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
   name: str = 'drafter'
 
   # What a target's layer may have, and this one never has.
-  qkv_bias: ClassVar[bool] = False
-  qk_norm: ClassVar[bool] = False
   num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
@@ -162,17 +174,30 @@ class Eagle3Config(_HeadSizes):
     _require_positive(self, 'target_width')
     if self.taps is not None:
       object.__setattr__(self, 'taps', tuple(int(layer) for layer in self.taps))
-      if len(self.taps) != 3 or min(self.taps) < 0:
-        raise ValueError(f'Eagle3Config: taps is {self.taps}; three layers, numbered from 0, are needed.')
+      if min(self.taps, default=0) < 0:
+        raise ValueError(f'Eagle3Config: taps is {self.taps}; layers are numbered from 0.')
+    if self.window is not None:
+      _require_positive(self, 'window')
+    if self.norm_before_fc and self.fc_norm:
+      raise ValueError('Eagle3Config: norm_before_fc and fc_norm came; taps are normed together or each by itself.')
+    if not self.num_taps and (self.fc_bias or self.norm_before_fc or self.fc_norm or self.width != self.target_width):
+      raise ValueError(
+        'Eagle3Config: taps is (), so there is no fc: fc_bias, norm_before_fc, fc_norm and another width than the '
+        "target's cannot be."
+      )
     if self.width != self.target_width and not self.own_embedding:
       raise ValueError(
         f"Eagle3Config: width {self.width} is not the target's {self.target_width}, so it needs an own_embedding."
       )
 
+  @property
+  def num_taps(self) -> int:
+    return 3 if self.taps is None else len(self.taps)
+
   def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
     """For a target of `num_layers` layers. ValueError if it has too few."""
     taps = (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
-    if not 0 <= min(taps) <= max(taps) < num_layers:
+    if not all(0 <= layer <= num_layers for layer in taps):
       raise ValueError(f'Drafter {self.name!r} reads the inputs of layers {taps}; this target has {num_layers} layers.')
     return taps
 

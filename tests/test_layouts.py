@@ -75,7 +75,14 @@ def test_a_head_comes_back_bit_for_bit(target, tmp_path, name, layout):
 
 
 @pytest.mark.parametrize(
-  'changes', [{}, {'norm_before_residual': True}, {'fc_norm': True, 'norm_output': True}], ids=str
+  'changes',
+  [
+    {},
+    {'norm_before_residual': True, 'taps': ()},
+    {'fc_norm': True, 'norm_output': True, 'fc_bias': True, 'taps': (0, 6)},
+    {'norm_before_fc': True, 'norm_output': True, 'window': 3, 'qk_norm': True, 'qkv_bias': True, 'o_bias': True},
+  ],
+  ids=str,
 )
 def test_text_with_an_eagle3_head_is_plain(target, tmp_path, changes):
   drafter = eagle3(draft_vocab_size=20, **changes)
@@ -144,7 +151,7 @@ SPECULATORS = {'architectures': ['EagleSpeculator'], 'speculators_model_type': '
   [
     ({**SPECULATORS, 'speculators_model_type': 'mtp'}, "speculators_model_type 'mtp'.* is not supported"),
     ({**SPECULATORS, 'layernorms': True}, 'layernorms True'),
-    ({**SPECULATORS, 'transformer_layer_config': {'attention_bias': True}}, 'attention_bias'),
+    ({**SPECULATORS, 'transformer_layer_config': {'mlp_bias': True}}, 'transformer_layer_config.mlp_bias True'),
   ],
 )
 def test_speculators_that_are_refused(tmp_path, content, message):

@@ -106,7 +106,13 @@ class Eagle:
 
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
     """Run `apply_layer` behind the committed entries; also return keys and values of all new ones so far."""
-    mix = OverCache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier)
+    oldest_BT = None
+    if self.config.window is not None:
+      oldest_BT = position_BT - (self.config.window - 1)  # slots are positions
+      # A node sees one new entry a position, in order: as many as it sees from one on, so many positions back that is.
+      back_BTM = jnp.cumsum(mask_BTM[..., ::-1], axis=-1)[..., ::-1]
+      mask_BTM &= back_BTM <= self.config.window
+    mix = OverCache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier, oldest_BT)
     return self.apply_layer(params, token_BT, feature_DBT, position_BT, mix)
 
   def start(self, params, token_BL, taps, length_B, num_slots: int) -> EagleState:

@@ -25,16 +25,20 @@ class Eagle3Head(nn.Module):
   def setup(self):
     c = self.config
     if c.fc_norm:
-      self.fc_norm = [RMSNorm(c.norm_eps) for _ in range(3)]
-    self.fc = Linear((c.width,))
+      self.fc_norm = [RMSNorm(c.norm_eps) for _ in range(c.num_taps)]
+    if c.norm_before_fc:
+      self.input_norm = RMSNorm(c.norm_eps)
+    if c.num_taps:
+      self.fc = Linear((c.width,), c.fc_bias)
     self.embedding_norm, self.feature_norm, self.mlp_norm, self.norm = (RMSNorm(c.norm_eps) for _ in range(4))
     self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width)
 
   def fuse(self, taps: tuple[jax.Array, ...]) -> jax.Array:
-    """[D, R] of three [target width, R]."""
+    """[D, R] of some [target width, R]."""
     if self.config.fc_norm:
       taps = tuple(norm(tap_DR) for norm, tap_DR in zip(self.fc_norm, taps, strict=True))
-    return self.fc(jnp.concatenate(taps))
+    joined = jnp.concatenate(taps)
+    return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
 
   def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
     """Outputs [D, R], and the memory that `mix` returns."""
@@ -50,7 +54,8 @@ class Eagle3Head(nn.Module):
 
   def everything(self, embedding_DR, taps, position_BT, mix: Mix):
     """A pass through every parameter."""
-    return self.final(self(embedding_DR, self.fuse(taps), position_BT, mix)[0])
+    feature_DR = self.fuse(taps) if taps else embedding_DR
+    return self.final(self(embedding_DR, feature_DR, position_BT, mix)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +71,13 @@ class Eagle3(Eagle):
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Random parameters of the head; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     c = self.config
-    taps = (jnp.zeros((c.target_width, 1), self.dtype),) * 3
+    taps = (jnp.zeros((c.target_width, 1), self.dtype),) * c.num_taps
     row_D1 = jnp.zeros((c.width, 1), self.dtype)
     return Eagle3Head(c).init(key, row_D1, taps, jnp.zeros((1, 1), jnp.int32), unmixed, method='everything')['params']
 
   def fuse_taps(self, params, taps) -> jax.Array:
+    if not self.config.num_taps:
+      return taps.feature
     taps_DR = tuple(tap_DBP.reshape(tap_DBP.shape[0], -1).astype(self.dtype) for tap_DBP in taps.residual)
     return self._apply(params, taps_DR, method='fuse').reshape(-1, *taps.feature.shape[1:])
 

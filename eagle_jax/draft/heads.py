@@ -19,10 +19,16 @@ VOCABULARY_FILE = 'draft_vocabulary.json'
 TAPS = 'eagle_aux_hidden_state_layer_ids'
 _SPECULATORS = 'speculators_model_type'
 
-# What an absent key means in the `transformer_layer_config` of vLLM's speculators: transformers' LlamaConfig.
-_LLAMA_DEFAULTS = {
-  'vocab_size': 32_000, 'hidden_size': 4096, 'intermediate_size': 11_008, 'num_attention_heads': 32,
-  'num_hidden_layers': 1, 'rms_norm_eps': 1e-6,
+# What an absent key means in the `transformer_layer_config` of vLLM's speculators: what it means to transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+  'llama': {
+    'vocab_size': 32_000, 'hidden_size': 4096, 'intermediate_size': 11_008, 'num_attention_heads': 32,
+    'num_hidden_layers': 1, 'rms_norm_eps': 1e-6,
+  },
+  'qwen3': {
+    'vocab_size': 151_936, 'hidden_size': 4096, 'intermediate_size': 22_016, 'num_attention_heads': 32,
+    'num_key_value_heads': 32, 'head_dim': 128, 'num_hidden_layers': 1, 'rms_norm_eps': 1e-6,
+  },
 }  # fmt: skip
 _EAGLE_ARCHITECTURES = frozenset({
   'LlamaForCausalLM', 'MistralForCausalLM', 'MixtralForCausalLM', 'Qwen2ForCausalLM',  # SafeAILab: its target's
@@ -57,22 +63,29 @@ def _require(folder: Path, keys: Keys, name: str, allowed: tuple[Any, ...], othe
 def _speculators_layer(folder: Path, keys: Keys) -> Keys:
   """The layer's own keys in a config of vLLM's speculators, with transformers' defaults."""
   _require(folder, keys, 'transformer_layer_architecture', ('LlamaDecoderLayer',), 'the layer would be another')
-  layer = Keys(_LLAMA_DEFAULTS | keys.nested('transformer_layer_config').content, prefix='transformer_layer_config.')
-  keys.adopt('transformer_layer_config', layer)
-  if 'model_type' not in layer and keys[_SPECULATORS] == 'eagle3' and not _is_before(keys, 0, 7):
-    raise ValueError(
-      f'{folder}/config.json lacks model_type of transformer_layer_config, which is llama to speculators up to 0.6 and '
-      'qwen3 to later ones: add it.'
-    )
-  _require(folder, layer, 'model_type', ('llama',), 'the layer would be another')
+  name, is_eagle3 = 'transformer_layer_config', keys[_SPECULATORS] == 'eagle3'
+  content = keys.nested(name).content
+  if is_eagle3 and 'model_type' not in content:
+    if (version := _speculators_version(keys)) is None:
+      raise ValueError(
+        f'{folder}/config.json lacks model_type in {name}, which is llama to speculators up to 0.6 and qwen3 to later '
+        'ones: add it.'
+      )
+    content = {'model_type': 'llama' if version < (0, 7) else 'qwen3', **content}
+  form = content.get('model_type', 'llama')
+  known = ('llama', 'qwen3') if is_eagle3 else ('llama',)
+  if form not in known:
+    raise ValueError(f'{folder}: model_type {form!r} in {name} is not supported: one of {known} is.')
+  layer = Keys(_DEFAULTS[form] | content, prefix=f'{name}.')
+  keys.adopt(name, layer)
   _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
   return layer
 
 
-def _is_before(keys: Keys, *version: int) -> bool:
-  """Whether the file says that an older version of speculators wrote it."""
+def _speculators_version(keys: Keys) -> tuple[int, ...] | None:
+  """Which version of speculators wrote the file, if it says so."""
   found = re.match(r'(\d+)\.(\d+)', str(keys.get('speculators_version', '')))
-  return found is not None and (*map(int, found.groups()),) < version
+  return found and (*map(int, found.groups()),)
 
 
 def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> DrafterConfig | None:
@@ -99,11 +112,13 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
     _read_past(keys, layer, _WINDOW)  # none of these engines gives it a window
   fields = llama_fields(folder, layer, FAMILIES['llama'])
   _require(folder, keys, 'truncated_vocab_size', (fields['vocab_size'],), 'which ids it drafts would not be known')
-  _require(folder, layer, 'attention_bias', (False,), 'biases of attention, the output projection too')
+  has_biases = bool(layer.get('attention_bias', False))  # of the output projection, too
+  has_qkv_bias = bool(layer.get('qkv_bias', architecture == 'Qwen2ForCausalLMEagle'))
   config = DrafterConfig(
     **fields,
     fc_bias=has_fc_bias,
-    qkv_bias=bool(layer.get('qkv_bias', architecture == 'Qwen2ForCausalLMEagle')),
+    qkv_bias=has_biases or has_qkv_bias,
+    o_bias=has_biases,
     draft_vocab_size=len(_written_ids(folder)) or None,
     name=folder.name,
   )
@@ -121,33 +136,34 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
     return None
   keys, names = Keys(content), read_names(folder)
   _require_architecture(folder, keys, _EAGLE3_ARCHITECTURES)
-  is_midlayer = not names or any('midlayer.' in name for name in names)
+  is_midlayer = _SPECULATORS not in keys and (not names or any('midlayer.' in name for name in names))
+  window, has_biases = None, False
   if _SPECULATORS in keys:
     layer = _speculators_layer(folder, keys)
-    _refuse_window(folder, layer)
+    window = _window(folder, layer)
     if 'norm_before_residual' not in keys:
       raise ValueError(
         f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
       )
-    _require(folder, layer, 'attention_bias', (False,), 'biases of attention')
   else:
     layer = keys
-    if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window
+    if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window or biases
       _read_past(keys, layer, (*_WINDOW, 'num_hidden_layers', 'attention_bias'))
     else:
       _refuse_window(folder, layer)
       _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
-      _require(folder, layer, 'attention_bias', (False,), 'biases of attention')
+  if not is_midlayer:
+    has_biases = bool(layer.get('attention_bias', False))  # of the output projection, too
   nested = keys.nested('eagle_config')
-  _require(folder, nested, 'use_aux_hidden_state', (True,), 'it would read the final feature instead of the taps')
-  for place in (keys, nested):
-    _require(folder, place, 'norm_before_fc', (False,), 'a norm of the joined taps')
+  norm_before_fc = _same_everywhere(folder, 'norm_before_fc', keys, nested)
   fields = llama_fields(folder, layer, FAMILIES['llama'])
-  num_ids = _same_everywhere(folder, keys, 'draft_vocab_size', 'truncated_vocab_size') or fields['vocab_size']
+  num_ids = _same_everywhere(folder, 'draft_vocab_size', keys, keys, 'truncated_vocab_size') or fields['vocab_size']
   target_width = int(keys.get('target_hidden_size', fields['width']))
   is_trained = bool(keys.get('embed_requires_grad', False))  # its embedding
   taps = _taps(folder, keys, nested, target.num_layers)
   _require(folder, keys, 'num_aux_hidden_states', (3 if taps is None else len(taps),), 'which they are is not said')
+  if not nested.get('use_aux_hidden_state', True):
+    taps = ()
   _require(folder, keys, 'num_target_layers', (target.num_layers,), f'the target has {target.num_layers} layers')
   config = Eagle3Config(
     **fields,
@@ -155,21 +171,26 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
     taps=taps,
     draft_vocab_size=None if num_ids == fields['vocab_size'] else int(num_ids),
     own_embedding=is_trained or target_width != fields['width'],
+    fc_bias=bool(keys.get('bias', False)),
+    qkv_bias=has_biases,
+    o_bias=has_biases,
+    qk_norm=_SPECULATORS in keys and layer['model_type'] == 'qwen3',
+    window=window,
+    norm_before_fc=bool(norm_before_fc),
     norm_before_residual=bool(keys.get('norm_before_residual', False)),
-    fc_norm=bool(_same_everywhere(folder, keys, 'fc_norm', 'use_aux_norm')),
+    fc_norm=bool(_same_everywhere(folder, 'fc_norm', keys, keys, 'use_aux_norm')),
     norm_output=_norm_output(folder, keys, is_midlayer),
     name=folder.name,
   )
-  _require(folder, keys, 'bias', (False,), 'a bias of fc')
   keys.require_known(folder)
   return config
 
 
-def _same_everywhere(folder: Path, keys: Keys, name: str, alias: str) -> Any:
-  """The value of a key that has two spellings; None without either."""
-  value, other = keys.get(name), keys.get(alias)
+def _same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> Any:
+  """The value of a key that may stand in two places, or have two spellings; None without either."""
+  value, other = keys.get(name), others.get(alias or name)
   if value is not None and other is not None and value != other:
-    raise ValueError(f'{folder}/config.json contradicts itself: {name} is {value!r}, {alias} is {other!r}.')
+    raise ValueError(f'{folder}/config.json contradicts itself: {name} is {value!r}, {alias or name} is {other!r}.')
   return other if value is None else value
 
 
@@ -188,6 +209,21 @@ def _refuse_window(folder: Path, layer: Keys) -> None:
     raise ValueError(f'{folder}: layer_types {layer["layer_types"]!r} is not supported: how far attention sees.')
   _require(folder, layer, 'use_sliding_window', (False,), 'how far attention sees')
   layer.get('sliding_window')
+
+
+def _window(folder: Path, layer: Keys) -> int | None:
+  """How many positions the layer sees. As in vLLM and speculators, `layer_types` decides."""
+  if 'layer_types' not in layer:
+    _refuse_window(folder, layer)
+    return None
+  window = layer.get('sliding_window')
+  layer.get('use_sliding_window')
+  kind = [*layer['layer_types'], None][0]
+  if kind == 'full_attention':
+    return None
+  if kind != 'sliding_attention' or window is None:
+    raise ValueError(f'{folder}: layer_types {layer["layer_types"]!r} with sliding_window {window} is not supported.')
+  return int(window)
 
 
 def _norm_output(folder: Path, keys: Keys, is_midlayer: bool) -> bool:

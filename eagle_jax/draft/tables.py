@@ -3,7 +3,7 @@
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, Eagle3Config
-from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, projection_entries
+from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, projection_entries
 
 
 def eagle_table(config: DrafterConfig) -> Table:
@@ -27,12 +27,19 @@ def eagle3_table(config: Eagle3Config) -> Table:
     f'{block}.post_attention_layernorm.weight': ('mlp_norm', width),
     'norm.weight': ('norm', width),
   }
+  num_taps, fc_width = config.num_taps, config.num_taps * config.target_width
   if config.fc_norm:
-    norms |= {f'fc_norm.{tap}.weight': (f'fc_norm_{tap}', config.target_width) for tap in range(3)}
+    norms |= {f'fc_norm.{tap}.weight': (f'fc_norm_{tap}', config.target_width) for tap in range(num_taps)}
+  if config.norm_before_fc:
+    norms['input_norm.weight'] = 'input_norm', fc_width
   entries = {name: Entry((ours, 'scale'), (size,)) for name, (ours, size) in norms.items()}
-  entries['fc.weight'] = Entry(('fc', 'weight'), (width, 3 * config.target_width))
+  if num_taps:
+    entries['fc.weight'] = Entry(('fc', 'weight'), (width, fc_width))
+  if config.fc_bias:
+    entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
   entries['lm_head.weight'] = Entry(('head', 'weight'), (num_ids, width))
   entries |= projection_entries(config, (), block, HF_PROJECTIONS, in_width=2 * width)
+  entries |= head_norms(config, (), f'{block}.self_attn.')
   return _table(config, entries)
 
 

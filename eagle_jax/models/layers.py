@@ -93,8 +93,8 @@ class Rotation(NamedTuple):
       frequency /= jnp.asarray(config.rope_slowdown, jnp.float32)
     angle = frequency[:, None, None] * position_BT.astype(jnp.float32)[None]
     # XLA fuses cosines into their readers, and so computes them in every layer for every head. A product it leaves
-    # apart; this one, by the identity, changes nothing.
-    identity = jnp.eye(half)
+    # apart; this one, by the identity, only brings in YaRN's factor.
+    identity = config.rope_factor * jnp.eye(half)
     return cls(*(einsum_float32('ij,jbt->ibt', identity, table) for table in (jnp.cos(angle), jnp.sin(angle))))
 
   def turn(self, x_KR: jax.Array) -> jax.Array:
@@ -163,7 +163,7 @@ class Attention(nn.Module):
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, qkv_GQKR[:, J + 1]))
     out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
     out_DR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
-    return Linear((c.width,), name='o')(out_DR), memory
+    return Linear((c.width,), c.o_bias, name='o')(out_DR), memory
 
 
 class SwiGLU(nn.Module):

@@ -47,7 +47,7 @@ class Taps(NamedTuple):
   """What a pass shows of its inside, for drafters to build on."""
 
   feature: jax.Array  # [D, B, T], last hidden state after the final norm: what the head reads
-  residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, no norm
+  residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, or of the final norm, no norm
 
 
 class Transformer(nn.Module):
@@ -87,6 +87,7 @@ class Transformer(nn.Module):
       inputs.append(x_DR)
       x_DR, kv_BGTK = layer(x_DR, rotation, mix)
       layers.append(kv_BGTK)
+    inputs.append(x_DR)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
     residual = tuple(inputs[index].reshape(-1, *token_BT.shape) for index in self.tapped_layers)
     return Taps(feature_DBT, residual), NewRows(*zip(*layers, strict=True))

@@ -169,6 +169,7 @@ def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str)
     'norm_eps': float(content['rms_norm_eps']),
     'rope_theta': rope.theta,
     'rope_slowdown': rope.slowdown,
+    'rope_factor': rope.factor,
   }
 
 

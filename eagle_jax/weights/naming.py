@@ -57,6 +57,8 @@ class _LayerDims(Protocol):
   @property
   def qkv_bias(self) -> bool: ...
   @property
+  def o_bias(self) -> bool: ...
+  @property
   def num_experts(self) -> int: ...
 
 
@@ -88,6 +90,8 @@ def _attention(config: _LayerDims, path: tuple[str, ...], in_width: int) -> dict
   queries = num_heads // num_kv_heads  # of a key-value head; its key and its value stand behind them
   joint = num_kv_heads, queries + 2, head_dim
   entries = {'o.weight': Entry((*path, 'o', 'weight'), (config.width, num_heads * head_dim))}
+  if config.o_bias:
+    entries['o.bias'] = Entry((*path, 'o', 'bias'), (config.width,))
   for name, heads, part in (
     ('q', num_heads, np.s_[:, :queries]),
     ('k', num_kv_heads, np.s_[:, queries]),
@@ -156,7 +160,7 @@ def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
     entries[f'{block}.attn_norm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.ffn_norm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
     entries |= projection_entries(config, (layer,), block, _GGUF_PROJECTIONS)
-    entries |= _head_norms(config, layer, f'{block}.attn_')
+    entries |= head_norms(config, (layer,), f'{block}.attn_')
     if permuted_qk:
       for name, num_heads in (('attn_q', config.num_heads), ('attn_k', config.num_kv_heads)):
         weight = f'{block}.{name}.weight'
@@ -178,16 +182,16 @@ def hf_table(config: TargetConfig) -> Table:
     entries[f'{block}.input_layernorm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
     entries[f'{block}.post_attention_layernorm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
     entries |= projection_entries(config, (layer,), block, HF_PROJECTIONS)
-    entries |= _head_norms(config, layer, f'{block}.self_attn.')
+    entries |= head_norms(config, (layer,), f'{block}.self_attn.')
     if config.num_experts:
       entries |= _expert_entries(config, layer, f'{block}.block_sparse_moe')
   return Table(entries, frozenset(ignored), frozenset(optional))
 
 
-def _head_norms(config: TargetConfig, layer: str, prefix: str) -> dict[str, Entry]:
+def head_norms(config: Any, layer: tuple[str, ...], prefix: str) -> dict[str, Entry]:
   """The norms of queries and keys, where there are any."""
   names = ('q_norm', 'k_norm') if config.qk_norm else ()
-  return {f'{prefix}{name}.weight': Entry((layer, 'attn', name, 'scale'), (config.head_dim,)) for name in names}
+  return {f'{prefix}{name}.weight': Entry((*layer, 'attn', name, 'scale'), (config.head_dim,)) for name in names}
 
 
 def _expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:

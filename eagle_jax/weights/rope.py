@@ -14,6 +14,7 @@ class Rope(NamedTuple):
 
   theta: float
   slowdown: tuple[float, ...] = ()  # of each pair; () if none turns slower
+  factor: float = 1.0  # of cosines and sines
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {  # scaling -> its numbers in config.json
@@ -21,7 +22,11 @@ _NEEDS: dict[str, tuple[str, ...]] = {  # scaling -> its numbers in config.json
   'mrope': (),  # sections for images; the rows of a text have equal positions, so it is as without
   'linear': ('factor',),
   'llama3': ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'),
+  'yarn': (),
 }
+
+
+_ORIGINAL = 'original_max_position_embeddings'
 
 
 def read_rope(folder: Path, content: Keys, head_dim: int, default_theta: float) -> Rope:
@@ -40,17 +45,55 @@ def read_rope(folder: Path, content: Keys, head_dim: int, default_theta: float) 
   kind = settings.get('rope_type', settings.get('type', 'default'))
   if kind not in _NEEDS:
     raise ValueError(f'{folder}: {name} of RoPE scaling {kind!r} is not supported; one of {sorted(_NEEDS)} is.')
-  original = 'original_max_position_embeddings'
   given = {key: settings.get(key) for key in _NEEDS[kind]}
-  if original in given:
-    given[original] = content.get(original, given[original])
+  if _ORIGINAL in given:
+    given[_ORIGINAL] = content.get(_ORIGINAL, given[_ORIGINAL])
   if missing := [key for key, value in given.items() if value is None]:
     raise ValueError(f'{folder}/config.json lacks {missing} of RoPE scaling {kind!r}: fetch the whole file again.')
   theta = float(settings.get('rope_theta', content.get('rope_theta', default_theta)))
   numbers = [float(value) for value in given.values() if value is not None]
+  if kind == 'yarn':
+    return _yarn(folder, content, settings, head_dim, theta)
   if kind == 'llama3':
     return Rope(theta, llama3_slowdown(theta, head_dim, *numbers))
   return Rope(theta, (numbers[0],) * (head_dim // 2) if kind == 'linear' else ())
+
+
+def _yarn(folder: Path, content: Keys, settings: Keys, head_dim: int, theta: float) -> Rope:
+  """YaRN (arXiv:2309.00071): pairs that turn often keep their speed, those that turn seldom slow down by the factor."""
+  context = content.get('max_position_embeddings')
+  original = content.get(_ORIGINAL, settings.get(_ORIGINAL, context))
+  factor = settings.get('factor', context / original if context and original else None)
+  if original is None or factor is None:
+    raise ValueError(f"{folder}/config.json lacks 'factor' and {_ORIGINAL!r} of RoPE scaling 'yarn': fetch it again.")
+
+  def pair_that_turns(times: float) -> float:
+    """Which pair turns so many times within the original context, were pairs numbers."""
+    return head_dim * math.log(original / (2 * math.pi * times)) / (2 * math.log(theta))
+
+  first, last = pair_that_turns(settings.get('beta_fast', 32)), pair_that_turns(settings.get('beta_slow', 1))
+  if settings.get('truncate', True):
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, head_dim - 1)
+  slow_K = np.clip((np.arange(head_dim // 2) - first) / (last - first or 0.001), 0, 1)
+  slowdown = tuple((1 / (slow_K / factor + 1 - slow_K)).tolist())
+  return Rope(theta, slowdown, float(_yarn_factor(folder, settings, factor)))
+
+
+def _yarn_factor(folder: Path, settings: Keys, factor: float) -> float:
+  def growth(scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
+
+  scale, of_all = settings.get('mscale', 0), settings.get('mscale_all_dim', 0)
+  if 'attention_factor' in settings:
+    return settings['attention_factor']
+  if scale and of_all:
+    return growth(scale) / growth(of_all)
+  if scale not in (0, 1) or of_all:
+    raise ValueError(
+      f'{folder}: of mscale {scale} and mscale_all_dim {of_all}, engines take one alone to mean different things.'
+    )
+  return growth(1)
 
 
 def llama3_slowdown(

@@ -21,6 +21,7 @@ from torch_heads import (
   DRAFTED,
   HEADS,
   KV_HEADS,
+  THETA,
   TOKENS,
   D,
   K,
@@ -227,6 +228,32 @@ def by_llama3(frequency):
   return frequency * (kept + (1 - kept) / 8)
 
 
+def by_yarn(factor, original, *, fast=32, slow=1, truncate=True):
+  def slowed(frequency):
+    def pair(turns):
+      return K * np.log(original / (2 * np.pi * turns)) / (2 * np.log(THETA))
+
+    low, high = pair(fast), pair(slow)
+    if truncate:
+      low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, K - 1)
+    slow_share = torch.tensor(np.clip((np.arange(K // 2) - low) / (high - low), 0, 1), dtype=torch.float32)
+    return frequency * (slow_share / factor + 1 - slow_share)
+
+  return slowed
+
+
+def growth(factor, scale=1.0):
+  return 0.1 * scale * float(np.log(factor)) + 1
+
+
+def yarn(**more) -> dict:
+  return {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 64} | more
+
+
+YARN = {'slowed': by_yarn(4, 64), 'rope_factor': growth(4)}
+
+
 def biases(*names: str) -> dict:
   sizes = {'q': HEADS * K, 'k': KV_HEADS * K, 'v': KV_HEADS * K, 'o': D}
   return weights({f'layers.0.self_attn.{name}_proj.bias': (sizes[name],) for name in names})
@@ -237,9 +264,11 @@ def norms(*names: str, width: int = D) -> dict:
 
 
 def numbers(w: dict) -> dict:
-  return {name: torch.as_tensor(x) for name, x in w.items()}
+  return {name: torch.as_tensor(x) for name, x in w.items() if x is not None}
 
 
+TAPS = 'eagle_aux_hidden_state_layer_ids'
+HEAD_NORMS = norms('layers.0.self_attn.q_norm', 'layers.0.self_attn.k_norm', width=K)
 EVERY, FLAT, ONE_LAYER = [*WRITERS], ['SpecForge', 'AngelSlim', 'SafeAILab', 'Model-Optimizer'], ['Model-Optimizer']
 MIDLAYERS = ['SpecForge', 'AngelSlim', 'SafeAILab']
 V04 = ['speculators 0.4']
@@ -266,6 +295,38 @@ SWITCHES: list[tuple[list[str], dict, dict, dict[str, Any]]] = [
   (MIDLAYERS, {'num_hidden_layers': 36}, {}, {}),
   (MIDLAYERS, {'layer_types': ['sliding_attention'], 'sliding_window': 2, 'use_sliding_window': True}, {}, {}),
   (MIDLAYERS, {'attention_bias': True}, {}, {}),
+  (EVERY, {'layer:rope_scaling': yarn()}, {}, YARN),
+  (EVERY, {'layer:rope_parameters': yarn(factor=None, original_max_position_embeddings=None),
+           'layer:max_position_embeddings': 256, 'layer:original_max_position_embeddings': 64}, {}, YARN),
+  (EVERY, {'layer:rope_scaling': yarn(beta_fast=4, beta_slow=0.5, truncate=False, attention_factor=1.5)}, {},
+   {'slowed': by_yarn(4, 64, fast=4, slow=0.5, truncate=False), 'rope_factor': 1.5}),
+  (EVERY, {'layer:rope_scaling': yarn(mscale=2.0, mscale_all_dim=0.5)}, {},
+   YARN | {'rope_factor': growth(4, 2.0) / growth(4, 0.5)}),
+  (EAGLE3, {'norm_before_fc': True}, norms('input_norm', width=3 * D), {'norm_before_fc': True}),
+  (ONE_LAYER, {'eagle_config.norm_before_fc': True}, norms('input_norm', width=3 * D), {'norm_before_fc': True}),
+  (FLAT, {'bias': True}, weights({'fc.bias': (D,)}), {}),
+  (ONE_LAYER + V04, {'layer:attention_bias': True}, biases('q', 'k', 'v', 'o'), {}),
+  (EAGLE2, {'layer:attention_bias': True}, biases('q', 'k', 'v', 'o'), {}),
+  (V04, {'layer:model_type': 'qwen3', 'layer:head_dim': K}, HEAD_NORMS, {}),
+  (V04, {'layer:model_type': None, 'layer:head_dim': K, 'speculators_version': '0.7.1.dev2'}, HEAD_NORMS, {}),
+  (V04, {'layer:model_type': None, 'speculators_version': '0.6.0'}, {}, {}),
+  (V04, {'layer:layer_types': ['sliding_attention'], 'layer:sliding_window': 2}, {}, {'window': 2}),
+  (V04, {'layer:layer_types': ['sliding_attention'], 'layer:sliding_window': 3, 'norm_output': True}, {},
+   {'window': 3, 'norm_output': True}),
+  (V04, {'layer:layer_types': ['full_attention'], 'layer:sliding_window': 2}, {}, {}),
+  (V04, {TAPS: [1, 8]}, weights({'fc.weight': (D, 2 * D)}), {'taps': (1, 8)}),
+  (V04, {TAPS: [1, 2, 3, 4, 8], 'fc_norm': True},
+   weights({'fc.weight': (D, 5 * D)}) | norms(*(f'fc_norm.{i}' for i in range(5))),
+   {'taps': (1, 2, 3, 4, 8), 'fc_norm': True}),
+  (['SpecForge', *ONE_LAYER], {f'eagle_config.{TAPS}': [0, 1, 3, 4, 6], 'num_aux_hidden_states': 5},
+   weights({'fc.weight': (D, 5 * D)}), {'taps': (1, 2, 4, 5, 7)}),
+  (['SpecForge', *ONE_LAYER], {f'eagle_config.{TAPS}': [5, 7, 8]}, {}, {'taps': (5, 7, 8)}),
+  (['SpecForge', *ONE_LAYER], {'eagle_config.use_aux_hidden_state': False}, {'fc.weight': None},
+   {'taps': (), 'is_fused': False}),
+  # What speculators 0.9 writes.
+  (V04, {'norm_before_fc': True, 'norm_output': True, 'fc_norm': False, 'layer:layer_types': ['sliding_attention'],
+         'layer:sliding_window': 4, 'layer:model_type': 'qwen3', 'layer:head_dim': K, 'speculators_version': '0.9.0'},
+   HEAD_NORMS | norms('input_norm', width=3 * D), {'norm_before_fc': True, 'norm_output': True, 'window': 4}),
   (EAGLE2[:2], {'layer_types': ['sliding_attention'], 'sliding_window': 2, 'use_sliding_window': True}, {}, {}),
   (EAGLE2[:2], {'qkv_bias': True}, biases('q', 'k', 'v'), {}),
   (EAGLE2, {'layer:tie_word_embeddings': True}, {}, {}),
@@ -280,12 +341,14 @@ def each(cases: list[tuple]) -> list[tuple]:
 @pytest.mark.parametrize(('name', 'changes', 'more', 'switches'), each(SWITCHES), ids=str)
 def test_a_switch_does_what_its_rendering_does(target, load, name, changes, more, switches):
   writer = WRITERS[name]
-  w = writer.weights() | numbers(more)
+  w = numbers(writer.weights() | more)
+  taps = switches.get('taps', writer.taps)
+  switches = {name: value for name, value in switches.items() if name != 'taps'}
   drafter = load(name, {path.replace('layer:', writer.layer): value for path, value in changes.items()}, w)
   for old, new in zip(('low', 'mid', 'high'), range(3), strict=True):
     if f'aux_norm_{old}.weight' in w:
       w[f'fc_norm.{new}.weight'] = w[f'aux_norm_{old}.weight']
-  require_equal(target, drafter, w, dataclasses.replace(writer.switches, **switches), writer.taps)
+  require_equal(target, drafter, w, dataclasses.replace(writer.switches, **switches), taps)
 
 
 REFUSED: list[tuple[list[str], dict, str]] = [
@@ -293,7 +356,7 @@ REFUSED: list[tuple[list[str], dict, str]] = [
   (EAGLE3, {'fc_norm': True}, 'fc_norm.0.weight: missing'),
   (FLAT, {'fc_norm': True, 'use_aux_norm': False}, 'use_aux_norm'),
   (V04, {'norm_before_residual': None}, 'norm_before_residual'),
-  (V04, {'layer:model_type': None, 'speculators_version': '0.7.0'}, 'model_type'),
+  (V04, {'layer:model_type': None, 'speculators_version': None}, 'model_type'),
   (V04, {'layer:num_hidden_layers': 2}, 'num_hidden_layers'),
   (ONE_LAYER, {'num_hidden_layers': 2}, 'num_hidden_layers'),
   (EVERY, {'layer:rope_scaling': {'rope_type': 'dynamic', 'factor': 2.0}}, 'rope_scaling'),
@@ -306,9 +369,21 @@ REFUSED: list[tuple[list[str], dict, str]] = [
   (EAGLE3, {'num_aux_hidden_states': 5}, 'num_aux_hidden_states'),
   (EAGLE3, {'num_target_layers': 40}, 'num_target_layers'),
   (EAGLE3, {'truncated_vocab_size': U + 1}, 'truncated_vocab_size'),
-  (EAGLE3, {'bias': True}, 'bias'),
+  (EAGLE3, {'bias': True}, 'fc.bias: missing'),
+  (EAGLE3, {'norm_before_fc': True}, 'input_norm.weight: missing'),
+  (EAGLE3, {'norm_before_fc': True, 'fc_norm': True}, 'norm_before_fc and fc_norm'),
+  (ONE_LAYER, {'norm_before_fc': True, 'eagle_config.norm_before_fc': False}, 'norm_before_fc'),
+  (ONE_LAYER, {'layer_types': ['sliding_attention'], 'sliding_window': 2}, 'layer_types'),
+  (ONE_LAYER + V04, {'layer:attention_bias': True}, 'o_proj.bias: missing'),
+  (V04, {'layer:layer_types': ['sliding_attention']}, 'layer_types'),
+  (V04, {'layer:layer_types': ['chunked_attention'], 'layer:sliding_window': 2}, 'layer_types'),
+  (V04, {'layer:use_sliding_window': True, 'layer:sliding_window': 2}, 'use_sliding_window'),
+  (V04, {'layer:model_type': 'qwen3', 'layer:head_dim': K}, 'q_norm.weight: missing'),
+  (V04, {'layer:model_type': 'gpt_oss'}, 'model_type'),
+  (V04, {TAPS: [1, 2, 9]}, 'reads the inputs of layers'),
+  (EVERY, {'layer:rope_scaling': yarn(mscale=2.0)}, 'mscale'),
   (EAGLE2[:2], {'bias': False}, 'fc.bias: not expected'),
-  (EAGLE2[:2], {'attention_bias': True}, 'attention_bias'),
+  (EAGLE2[:2], {'attention_bias': True}, 'o_proj.bias: missing'),
   (EAGLE2[2:], {'fusion_bias': False}, 'fc.bias: not expected'),
   (EAGLE2[2:], {'layernorms': True}, 'layernorms'),
   (EAGLE2[2:], {'transformer_layer_architecture': 'MistralDecoderLayer'}, 'transformer_layer_architecture'),
@@ -320,21 +395,6 @@ REFUSED: list[tuple[list[str], dict, str]] = [
 def test_what_is_not_supported_is_refused_by_name(load, name, changes, key):
   with pytest.raises(ValueError, match=key):
     load(name, {path.replace('layer:', WRITERS[name].layer): value for path, value in changes.items()})
-
-
-NOT_YET = [
-  (EAGLE3, {'norm_before_fc': True}, 'norm_before_fc'),
-  (ONE_LAYER, {'eagle_config.use_aux_hidden_state': False}, 'use_aux_hidden_state'),
-  (V04, {'layer:model_type': 'qwen3'}, 'model_type'),
-  (ONE_LAYER + V04, {'layer:attention_bias': True}, 'attention_bias'),
-  (ONE_LAYER + V04, {'layer:layer_types': ['sliding_attention'], 'layer:sliding_window': 2}, 'layer_types'),
-  (EVERY, {'layer:rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, 'rope_scaling'),
-]
-
-
-@pytest.mark.parametrize(('name', 'changes', 'key'), each(NOT_YET), ids=str)
-def test_switches_without_a_network_are_refused_by_name(load, name, changes, key):
-  test_what_is_not_supported_is_refused_by_name(load, name, changes, key)
 
 
 class TestDraftVocabulary:
