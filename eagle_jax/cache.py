@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.kernels.ordering import wait_for
 from eagle_jax.kernels.write_kv import write
 from eagle_jax.sharding import CACHE_AXES, constrain
 
@@ -51,11 +52,6 @@ def init(config: Any, *, num_layers: int, batch: int, num_slots: int, dtype: Any
   return KVCache(keys=zeros(), values=zeros(), length=jnp.zeros(batch, jnp.int32))
 
 
-def in_blocks(num_slots: int) -> int:
-  """So many slots, or the few more that make whole blocks of many: what the TPU's kernel reads."""
-  return num_slots if num_slots <= 512 else -(-num_slots // 128) * 128
-
-
 def filled(rows: NewRows, length_B: jax.Array, *, num_slots: int) -> KVCache:
   """A cache that begins with a prompt's rows.
 
@@ -81,8 +77,6 @@ def append(cache: KVCache, rows: NewRows, count_B: jax.Array) -> KVCache:
     rows: [B, G, P, K].
     count_B: [B] i32; 0 freezes a finished row.
   """
-  # The count hangs on the tokens, and so on what all layers read; now the start does too. XLA copies a cache that it
-  # may have to write while it is read: in plain decoding all of them, at every step.
-  start_B = jnp.where(count_B < 0, 0, cache.length)
+  start_B = wait_for(cache.length, count_B >= 0)  # the count hangs on the tokens, and they on what all layers read
   keys, values = write((cache.keys, cache.values), (rows.keys, rows.values), start_B)
   return KVCache(keys, values, cache.length + count_B)

@@ -18,7 +18,7 @@ _TRIES = 5
 def device_name(mesh: Mesh | None = None) -> str:
   """Kind of device; before it the sizes of a mesh; after it a CPU's number of cores, which decides what rows cost."""
   kind = jax.devices()[0].device_kind
-  cores = f'-{num_cores()}cores' if jax.default_backend() == 'cpu' else ''
+  cores = f'-{num_cores()}cores' if is_cpu() else ''
   return 'x'.join([*map(str, mesh.shape.values() if mesh else ()), f'{kind}{cores}'])
 
 
@@ -34,6 +34,11 @@ def _version(package: str) -> str | None:
     return version(package)
   except PackageNotFoundError:
     return None
+
+
+def is_cpu() -> bool:
+  """Whether programs run on CPUs unless they say otherwise."""
+  return jax.default_backend() == 'cpu'
 
 
 def num_cores() -> int:
@@ -53,7 +58,7 @@ def cpu_features() -> str:
 def num_free_nodes() -> int:
   """Guess how many tree nodes a target pass verifies in about the time of one: until arithmetic takes as long as
   reading the weights. Measured costs replace this guess."""
-  return 4 if jax.default_backend() == 'cpu' else 256
+  return 4 if is_cpu() else 256
 
 
 def precision(dtype: Any) -> jax.lax.Precision:
@@ -64,7 +69,7 @@ def precision(dtype: Any) -> jax.lax.Precision:
 @functools.cache
 def flops_per_s(dtype: str) -> float:
   """FLOPs a second of one device in a large matrix product, a multiply-add being two: the best of a few."""
-  size = 1024 if jax.default_backend() == 'cpu' else 8192
+  size = 1024 if is_cpu() else 8192
   product = jax.jit(functools.partial(jnp.matmul, precision=precision(dtype)))
   square = jnp.ones((size, size), dtype)
   return 2 * size**3 / _seconds(product, square, square)
@@ -73,7 +78,7 @@ def flops_per_s(dtype: str) -> float:
 def bytes_per_s() -> float:
   """Bytes a second that one device reads from memory, in a product of a large matrix and a vector: the best of a few. A
   plain decoding step is little else."""
-  rows, columns = (2**16, 2**11) if jax.default_backend() == 'cpu' else (2**18, 2**12)  # 0.5 and 4 GiB
+  rows, columns = (2**16, 2**11) if is_cpu() else (2**18, 2**12)  # 0.5 and 4 GiB
   matrix, vector = jnp.ones((rows, columns), jnp.float32), jnp.ones((columns, 1), jnp.float32)
   return matrix.nbytes / _seconds(jax.jit(jnp.matmul), matrix, vector)
 

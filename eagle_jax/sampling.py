@@ -40,8 +40,7 @@ def position_noise(seed, row_id, position, token_U: jax.Array) -> jax.Array:
   """[U] f32, standard Gumbel noise of these tokens at one position.
 
   The noise is that of `jax.random.gumbel` over a whole vocabulary, looked up by token. But its generator counts: each
-  token's bits are computed from its id, so nothing is computed for other tokens, and nothing is looked up, which a TPU
-  does a tile of memory a number.
+  token's bits are computed from its id, so nothing is computed for other tokens, and nothing is looked up.
 
   Args:
     seed, row_id: [] i32.
@@ -59,7 +58,7 @@ def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> ja
   """[U] f32, what is added to the logits of the token at `position`: temperature x noise; 0 where that is greedy.
 
   The noise is computed only where it can matter: a branch, unless every row of a `vmap` has a temperature of its own,
-  or the compiler (XLA:GPU does, of small drafts) makes it a choice.
+  or the compiler makes it a choice.
   """
 
   def noise():

@@ -55,8 +55,8 @@ def padded(tree: DraftTree, num_nodes: int) -> DraftTree:
 def ancestor_mask(parent_T: jax.Array, *, max_depth: int) -> jax.Array:
   """[T, T] bool: True at [i, j] iff j is i or an ancestor of i, which is the tree's attention mask.
 
-  Reach doubles by squaring. Products are made once; a chain of lookups, one a generation, XLA:CPU would fuse into the
-  attention of every layer, and make again in each.
+  Reach doubles by squaring. Products are made once; a chain of lookups, one a generation, would be fused into
+  the attention of every layer, and made again in each.
 
   Args:
     parent_T: [T] i32, node ids, NO_PARENT at the root.

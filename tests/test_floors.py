@@ -22,8 +22,8 @@ FLOORS = {
 # Within a package: in data order, each module may import those before it.
 ORDER = {
   'kernels': (
-    '__init__', 'dispatch', 'tiling', 'layout', 'random', 'argmax', 'top_k', 'write_kv', 'einsum', 'matmul', 'int8',
-    'attention_tpu', 'attention_gpu', 'attention',
+    '__init__', 'dispatch', 'tiling', 'layout', 'random', 'argmax', 'top_k', 'write_kv', 'einsum', 'ordering',
+    'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
   ),
   'models': ('__init__', 'interface', 'layers', 'transformer'),
   'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),

@@ -13,8 +13,20 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from eagle_jax import cache as kv_cache
-from eagle_jax.kernels import argmax, attention, attention_tpu, einsum, int8, layout, matmul, random, top_k, write_kv
+from eagle_jax.kernels import (
+  argmax,
+  attention,
+  attention_tpu,
+  einsum,
+  int8,
+  layout,
+  matmul,
+  ordering,
+  random,
+  top_k,
+  write_kv,
+)
+from eagle_jax.kernels.tiling import round_up_slots
 from eagle_jax.models.layers import OverCache
 
 
@@ -98,6 +110,8 @@ CASES = {
     functools.partial(einsum.einsum_float32, 'ij,jk->ik'), functools.partial(einsum.reference, subscripts='ij,jk->ik'),
     (normal(8, 30, dtype=jnp.bfloat16), normal(30, 3, dtype=jnp.bfloat16)), {'cpu'}, 1e-6,
   ),
+  'wait_for': Case(ordering.wait_for, ordering.reference, (jnp.arange(3), jnp.asarray([True, False, True]))),
+  'compute_once': Case(ordering.compute_once, ordering.reference, (normal(4, 2, 3),)),
   'matmul, small, a column': product((300, 256), 1, {'cpu'}),
   'matmul, small, a column, several outputs': product((4, 64, 256), 1, {'cpu'}),
   'matmul, small, columns': product((4, 64, 256), 4, {'gpu'}),
@@ -209,7 +223,7 @@ def test_attention_sees_the_committed_entries_and_those_of_the_mask(
 
 def test_caches_of_any_size_lie_in_blocks_that_the_kernel_of_tpus_reads():
   for wanted in range(1, 3000):
-    num_slots = kv_cache.in_blocks(wanted)
+    num_slots = round_up_slots(wanted)
     block = attention_tpu._block(16 * 4, num_slots)
     assert wanted <= num_slots < wanted + 128
     assert num_slots == block or block % 128 == 0

@@ -21,7 +21,7 @@ from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import decode_loop, tau
-from eagle_jax.device import bytes_per_s, flops_per_s, num_cores, ran_on
+from eagle_jax.device import bytes_per_s, flops_per_s, is_cpu, num_cores, ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.plain import NoDrafter
@@ -110,8 +110,8 @@ def copied(state: DecodeState) -> DecodeState:
 
 
 def num_compilers() -> int:
-  """Programs to compile at a time. XLA:CPU puts all cores to one; for accelerators it leaves most of them idle."""
-  return 1 if jax.default_backend() == 'cpu' else min(num_cores(), MAX_COMPILERS)
+  """Programs to compile at a time. A compiler for CPUs puts all cores to one; others leave most of them idle."""
+  return 1 if is_cpu() else min(num_cores(), MAX_COMPILERS)
 
 
 def compiled(

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.cache import in_blocks
 from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.decode.prefill import STATIC, of_spec, run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import SHARED, DecodeState, Limits, Params, Spec
 from eagle_jax.decode.step import decode_step
+from eagle_jax.kernels.tiling import round_up_slots
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, using
 
@@ -122,7 +122,7 @@ class Batcher:
     # In NumPy: every state holds them, and states are donated.
     self._limits, self._sampling = jax.device_get((Limits.of(max_new_tokens, eos_ids), sampling))
     # A finished row, which has all tokens but the root in its cache, is still written to: the path of a step.
-    self._num_slots = in_blocks(bucket(max_prompt) + num_new + spec.max_path - 1)
+    self._num_slots = round_up_slots(bucket(max_prompt) + num_new + spec.max_path - 1)
     self._static = of_spec(spec) | {'num_new': num_new}
     self.prefill_s = self.decode_s = self.compile_s = 0.0
 

@@ -20,6 +20,7 @@ from eagle_jax.draft.expand import Children, Frontier, first_width, grow
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import WEIGHTS, Evidence
 from eagle_jax.kernels.einsum import einsum_float32
+from eagle_jax.kernels.ordering import wait_for
 from eagle_jax.kernels.top_k import top_k
 from eagle_jax.models.layers import (
   DecoderLayer,
@@ -126,8 +127,8 @@ class Eagle:
     out_DBP, rows = self.apply_behind(params, state.cache, token_BP, taps)
     newest_BD = _at(out_DBP, jnp.maximum(count_B - 1, 0))
     feature_BD = jnp.where(count_B[:, None] > 0, newest_BD, state.feature)
-    # The same count; but it hangs on the output now, so what `append` writes waits for all that read the cache.
-    count_B = jnp.where(jnp.isnan(newest_BD).any(axis=1), jnp.maximum(count_B, 0), count_B)
+    # What `append` writes waits for the output, and so for all that reads the cache.
+    count_B = wait_for(count_B, ~jnp.isnan(newest_BD).any(axis=1))
     return EagleState(kv_cache.append(state.cache, rows, count_B), feature_BD)
 
   def apply_behind(self, params, cache: KVCache, token_BP, taps) -> tuple[jax.Array, NewRows]:

@@ -1,5 +1,5 @@
-"""How many columns of activations a matrix product should have: products are made in tiles, and a tile that is not full
-costs as much as a full one, or more."""
+"""Sizes that fill whole tiles: of a product, where a tile that is not full costs as much as a full one, and of a cache,
+whose slots a kernel reads in blocks."""
 
 
 def free_columns(platform: str) -> int:
@@ -21,3 +21,8 @@ def columns_per_sequence(num_nodes: int, batch: int, *, min_columns: int = 1) ->
   flat = max(batch * num_nodes, min_columns)
   tiled = 1 << (flat - 1).bit_length() if flat <= 16 else -(-flat // 16) * 16
   return num_nodes if tiled % batch else tiled // batch
+
+
+def round_up_slots(num_slots: int) -> int:
+  """Return so many slots of a cache, or the few more that make whole blocks: those that a TPU's kernel reads."""
+  return num_slots if num_slots <= 512 else -(-num_slots // 128) * 128

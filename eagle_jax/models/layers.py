@@ -1,7 +1,7 @@
 """Layers that the target and the drafter share.
 
 Activations are columns, [D, R]: one column a row of work, R = B x T. With weights stored [out, in], a pass over a few
-rows is then `W @ x`, the one product that XLA:CPU runs at memory speed for 1 to 8 rows; accelerators are indifferent.
+columns is then `W @ x`, the form of product that reads weights as fast as memory gives them on every device.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,7 @@ from eagle_jax.kernels.attention import Operands, attend
 from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.kernels.matmul import matmul
+from eagle_jax.kernels.ordering import compute_once
 from eagle_jax.sharding import constrain
 
 
@@ -55,7 +56,7 @@ def embed(weight_VD: jax.Array, token_R: jax.Array) -> jax.Array:
 def head_logits(weight_VD: jax.Array | Quantised, feature_DR: jax.Array) -> jax.Array:
   """[V, R] f32, the language-model head over some vocabulary.
 
-  The vocabulary stays the leading axis: a transposed [V, R] is fused into the product by XLA:CPU, eleven times slower.
+  The vocabulary stays the leading axis: compilers fuse a transposition into the product, which costs more than it does.
   """
   if isinstance(weight_VD, Quantised):
     return weight_VD.times(feature_DR)
@@ -92,10 +93,8 @@ class Rotation(NamedTuple):
     if config.rope_slowdown:
       frequency /= jnp.asarray(config.rope_slowdown, jnp.float32)
     angle = frequency[:, None, None] * position_BT.astype(jnp.float32)[None]
-    # XLA fuses cosines into their readers, and so computes them in every layer for every head. A product it leaves
-    # apart; this one, by the identity, only brings in YaRN's factor.
-    identity = config.rope_factor * jnp.eye(half)
-    return cls(*(einsum_float32('ij,jbt->ibt', identity, table) for table in (jnp.cos(angle), jnp.sin(angle))))
+    tables = (compute_once(config.rope_factor * f(angle)) for f in (jnp.cos, jnp.sin))  # not in every layer and head
+    return cls(*tables)
 
   def turn(self, x_KR: jax.Array) -> jax.Array:
     """[..., K, R], any float dtype, with R = B x T: dimension i turns with i + K/2 (rotate-half form), in float32."""
@@ -190,7 +189,7 @@ class Experts(nn.Module):
 
   An expert runs over all rows, so shapes are static; for a pass over many rows that is E / experts_per_token times the
   arithmetic needed. One that none of a few rows chose is not even read: what their pass costs is weights. Of many rows
-  some choose each expert, and to ask would only cost: on a GPU each condition waits for the host.
+  some choose each expert, and to ask would only cost.
   """
 
   config: Any  # a `TargetConfig`

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax import cache as kv_cache
 from eagle_jax.decode.batching import Batcher, Request
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.draft.plain import NoDrafter
+from eagle_jax.kernels.write_kv import write
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Plain
 from eagle_jax.sampling import Sampling
@@ -44,7 +44,7 @@ class Recorder(NoDrafter):
     return Recording(jnp.pad(feature_B1LD, ((0, 0), (0, 0), (0, free), (0, 0))), length_B)
 
   def update(self, params, state: Recording, token_BP, taps, count_B) -> Recording:
-    return Recording(kv_cache.write(state.feature, self._features(taps), state.length), state.length + count_B)
+    return Recording(write(state.feature, self._features(taps), state.length), state.length + count_B)
 
   def _features(self, taps) -> jax.Array:
     return taps.feature[: self.width].transpose(1, 2, 0)[:, None].astype(jnp.float32)
