@@ -1,9 +1,9 @@
 """The key-value cache, and the only code that knows its slots.
 
-A pass *reads* the cache, and returns its new rows beside it; a commit *appends* those that were accepted. So a rejected
-row is never written, and a pass may run in a branch, where a cache that is written would be copied.
+A pass *reads* the cache, and returns its new entries beside it; a commit *appends* those that were accepted. So a
+rejected entry is never written, and a pass may run in a branch, where a cache that is written would be copied.
 
-    slots of one row:   [ committed: 0 .. length-1 | never read ]
+    slots of one sequence:   [ committed: 0 .. length-1 | never read ]
 """
 
 from typing import Any, NamedTuple
@@ -21,23 +21,23 @@ class KVCache(NamedTuple):
 
   keys: tuple[jax.Array, ...]  # a layer: [B, G, S, K], rotated already
   values: tuple[jax.Array, ...]  # a layer: [B, G, S, K]
-  length: jax.Array  # [B] i32, committed rows
+  length: jax.Array  # [B] i32, committed entries
 
 
-class NewRows(NamedTuple):
-  """What a pass found for the rows it ran, to be appended or forgotten."""
+class NewEntries(NamedTuple):
+  """Keys and values of the tokens that a pass ran, to be appended or forgotten."""
 
   keys: tuple[jax.Array, ...]  # a layer: [B, G, T, K], rotated already
   values: tuple[jax.Array, ...]  # a layer: [B, G, T, K]
 
-  def at(self, index_BP: jax.Array) -> 'NewRows':
-    """These rows of each batch row, [B, G, P, K]; an index beyond the last takes the last."""
+  def at(self, index_BP: jax.Array) -> 'NewEntries':
+    """Take these entries of each sequence, [B, G, P, K]; for an index beyond the last it is the last."""
     take = jax.vmap(lambda kv_GTK, index_P: jnp.take(kv_GTK, index_P, axis=1, mode='clip'))
     return jax.tree.map(lambda kv_BGTK: take(kv_BGTK, index_BP), self)
 
 
 def init(config: Any, *, num_layers: int, batch: int, num_slots: int, dtype: Any) -> KVCache:
-  """An empty cache; with no slots at all for a pass over whole texts. Its slots must stay finite: hence zeros.
+  """Make an empty cache; with no slots at all for a pass over whole texts. Its slots must stay finite: hence zeros.
 
   Args:
     config: says `num_kv_heads` and `head_dim`.
@@ -52,31 +52,31 @@ def init(config: Any, *, num_layers: int, batch: int, num_slots: int, dtype: Any
   return KVCache(keys=zeros(), values=zeros(), length=jnp.zeros(batch, jnp.int32))
 
 
-def filled(rows: NewRows, length_B: jax.Array, *, num_slots: int) -> KVCache:
-  """A cache that begins with a prompt's rows.
+def fill(entries: NewEntries, length_B: jax.Array, *, num_slots: int) -> KVCache:
+  """Make a cache that begins with a prompt's entries.
 
   Args:
-    rows: [B, G, P, K], with P <= `num_slots`.
+    entries: [B, G, P, K], with P <= `num_slots`.
     length_B: [B] i32, how many of them are committed.
     num_slots: static.
   """
 
-  def padded(kv_BGPK):
+  def pad(kv_BGPK):
     free = num_slots - kv_BGPK.shape[2]
     return constrain(jnp.pad(kv_BGPK, ((0, 0), (0, 0), (0, free), (0, 0))), CACHE_AXES)
 
-  keys, values = jax.tree.map(padded, rows)
+  keys, values = jax.tree.map(pad, entries)
   return KVCache(keys, values, length_B)
 
 
-def append(cache: KVCache, rows: NewRows, count_B: jax.Array) -> KVCache:
-  """Writes P rows past each batch row's length, and keeps the first `count` of them; the others nobody will read.
+def append(cache: KVCache, entries: NewEntries, count_B: jax.Array) -> KVCache:
+  """Write P entries past each sequence's length, and keep the first `count` of them; the others nobody will read.
 
   Args:
     cache: has P slots free past every length.
-    rows: [B, G, P, K].
-    count_B: [B] i32; 0 freezes a finished row.
+    entries: [B, G, P, K].
+    count_B: [B] i32; 0 freezes a finished sequence.
   """
   start_B = wait_for(cache.length, count_B >= 0)  # the count hangs on the tokens, and they on what all layers read
-  keys, values = write((cache.keys, cache.values), (rows.keys, rows.values), start_B)
+  keys, values = write((cache.keys, cache.values), (entries.keys, entries.values), start_B)
   return KVCache(keys, values, cache.length + count_B)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache, NewRows
+from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import Params, Spec
 from eagle_jax.decode.step import decode_loop, result
@@ -69,7 +69,7 @@ class OracleTarget:
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
     return kv_cache.init(self, num_layers=1, batch=batch, num_slots=num_slots, dtype=jnp.float32)
 
-  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewRows]:
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewEntries]:
     def total(is_seen, part):
       return jnp.where(is_seen, part, jnp.uint32(0)).sum(axis=-1, dtype=jnp.uint32)
 
@@ -78,7 +78,7 @@ class OracleTarget:
     hash_B = total(is_committed_BS, ingredient(token_BS, position_BS))
     hash_BT = hash_B[:, None] + total(mask_BTT, ingredient(token_BT, position_BT)[:, None])
     new = (x_BT.astype(jnp.float32)[:, None, :, None] for x_BT in (token_BT, position_BT))
-    return Taps(pack(hash_BT)), NewRows(*((x_BGTK,) for x_BGTK in new))
+    return Taps(pack(hash_BT)), NewEntries(*((x_BGTK,) for x_BGTK in new))
 
   def logits(self, params, taps: Taps) -> jax.Array:
     hash_BT = unpack(taps.feature)

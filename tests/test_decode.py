@@ -19,7 +19,7 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.decode import program
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
-from eagle_jax.models.layers import OverCache
+from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
@@ -290,8 +290,8 @@ def test_policies_share_a_prefill(target, drafter, monkeypatch):
 
 def test_one_layer_is_traced_for_all(monkeypatch):
   """Tracing takes as long for 30 layers as for one, and so does a program that comes from the compilation cache."""
-  calls, real = [], OverCache.__call__
-  monkeypatch.setattr(OverCache, '__call__', lambda mix, *qkv: calls.append(mix) or real(mix, *qkv))
+  calls, real = [], CachedAttention.__call__
+  monkeypatch.setattr(CachedAttention, '__call__', lambda mix, *qkv: calls.append(mix) or real(mix, *qkv))
   network = TransformerTarget(dataclasses.replace(tiny.target().config, num_layers=5, norm_eps=0.125))
   params = jax.eval_shape(network.init_params, jax.random.key(0))
   calls.clear()

@@ -82,7 +82,7 @@ def test_what_the_kernel_takes_compiles(devices, B, G, J, T, M, K, S, dtype):
   q, new, slots = shape(B, G, J, T, K), shape(B, G, M, K), shape(B, G, S, K)
   mask_BTM, length_B = shape(B, T, M, dtype=jnp.bool), shape(B, dtype=jnp.int32)
   with jax.set_mesh(mesh):
-    assert attention_gpu.takes(q, new, slots)
+    assert attention_gpu.is_supported(q, new, slots)
     run = jax.jit(attention_gpu.attend).lower(q, new, new, mask_BTM, slots, slots, length_B)
     assert KERNEL in run.compile().as_text()
 

@@ -27,7 +27,7 @@ from eagle_jax.kernels import (
   write_kv,
 )
 from eagle_jax.kernels.tiling import round_up_slots
-from eagle_jax.models.layers import OverCache
+from eagle_jax.models.layers import CachedAttention
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
@@ -207,8 +207,10 @@ def test_attention_sees_the_committed_entries_and_those_of_the_mask(
   earlier, new = ([x[:, :, part] for x in given[1:3]] for part in (slice(num_earlier), slice(num_earlier, None)))
   if is_in_blocks:
     monkeypatch.setattr(attention, 'MAX_QUERIES', 3)
-  mix = OverCache(given.keys, given.values, given.length, given.mask, (earlier if num_earlier else None), given.oldest)
-  out, memory = mix(given.queries, *new)
+  attend = CachedAttention(
+    given.keys, given.values, given.length, given.mask, (earlier if num_earlier else None), given.oldest
+  )
+  out, memory = attend(given.queries, *new)
   np.testing.assert_array_equal(memory, given[1:3])
   q, k, v, mask_BTM, keys, values, _, _ = map(np.asarray, given)
   for b, g, j, t in np.ndindex(out.shape[:-1]):
@@ -230,17 +232,17 @@ def test_caches_of_any_size_lie_in_blocks_that_the_kernel_of_tpus_reads():
 
 
 def test_what_the_kernel_of_tpus_leaves():
-  def takes(*, num_slots=8, num_queries=8, num_new=8, head_dim=128, dtype=jnp.bfloat16):
+  def is_supported(*, num_slots=8, num_queries=8, num_new=8, head_dim=128, dtype=jnp.bfloat16):
     shapes = (1, 1, 8, num_queries, head_dim), (1, 1, num_new, head_dim), (1, 1, num_slots, head_dim)
-    return attention_tpu.takes(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    return attention_tpu.is_supported(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
 
-  assert takes()
-  assert takes(num_slots=1536)
-  assert takes(num_queries=128, dtype=jnp.float32)
-  assert takes(num_queries=128, num_new=256)
-  assert not takes(num_slots=0)
-  assert not takes(num_slots=1000)
-  assert not takes(num_queries=129, dtype=jnp.float32)
-  assert not takes(num_queries=128, num_new=257)
-  assert not takes(head_dim=64)
-  assert not takes(dtype=jnp.float16)
+  assert is_supported()
+  assert is_supported(num_slots=1536)
+  assert is_supported(num_queries=128, dtype=jnp.float32)
+  assert is_supported(num_queries=128, num_new=256)
+  assert not is_supported(num_slots=0)
+  assert not is_supported(num_slots=1000)
+  assert not is_supported(num_queries=129, dtype=jnp.float32)
+  assert not is_supported(num_queries=128, num_new=257)
+  assert not is_supported(head_dim=64)
+  assert not is_supported(dtype=jnp.float16)

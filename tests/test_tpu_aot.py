@@ -102,7 +102,7 @@ def test_what_the_kernel_takes_compiles(devices, B, G, J, T, M, K, S, dtype):
     return jax.ShapeDtypeStruct(lengths, dtype, sharding=jax.sharding.SingleDeviceSharding(devices[0]))
 
   q, new, slots = shape(B, G, J, T, K), shape(B, G, M, K), shape(B, G, S, K)
-  assert attention_tpu.takes(q, new, slots)
+  assert attention_tpu.is_supported(q, new, slots)
   run = jax.jit(attention_tpu.attend)
   mask_BTM, length_B = shape(B, T, M, dtype=jnp.bool), shape(B, dtype=jnp.int32)
   assert KERNEL in run.lower(q, new, new, mask_BTM, slots, slots, length_B).compile().as_text()

@@ -167,7 +167,7 @@ def chain_by_decoding(params, packed: Packed, feature_DL, row, *, network, num_s
   causal_1LL = jnp.tri(num_places, dtype=bool)[None]
   inputs = packed.next_token, feature_DL[:, None], packed.position, causal_1LL
   out_D1L, (keys, values) = network.forward(params, *inputs, cache)
-  cache = kv_cache.append(cache, kv_cache.NewRows((keys,), (values,)), jnp.atleast_1d(row + 1))
+  cache = kv_cache.append(cache, kv_cache.NewEntries((keys,), (values,)), jnp.atleast_1d(row + 1))
   outs = [jax.lax.dynamic_index_in_dim(out_D1L[:, 0], row, axis=1, keepdims=False)]
   drafted = None
   for step in range(1, num_steps):

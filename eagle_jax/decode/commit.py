@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.cache import NewRows, append
+from eagle_jax.cache import NewEntries, append
 from eagle_jax.decode.state import DecodeState, Limits, Params, Spec
 from eagle_jax.decode.verify import Verdict
 
@@ -23,7 +23,7 @@ def num_emitted(token_P: jax.Array, num_ready: jax.Array, room: jax.Array, limit
 
 
 def commit(
-  params: Params, state: DecodeState, verdict: Verdict, rows: NewRows, taps: Any, *, spec: Spec
+  params: Params, state: DecodeState, verdict: Verdict, rows: NewEntries, taps: Any, *, spec: Spec
 ) -> DecodeState:
   """Emit each live sequence's accepted tokens and bonus, append their keys and values to both caches, end sequences.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.cache import filled
+from eagle_jax.cache import fill
 from eagle_jax.decode.buckets import bucket, slots_for
 from eagle_jax.decode.commit import is_eos, take_nodes
 from eagle_jax.decode.request import at_least_one, integer_array, known_integers, require_valid_rows
@@ -133,7 +133,7 @@ def run_prefill(
   next_BL = jnp.roll(tokens_BL, -1, axis=1).at[jnp.arange(batch), length_B - 1].set(root_B, mode='clip')
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
-    cache=filled(rows, length_B, num_slots=num_slots),
+    cache=fill(rows, length_B, num_slots=num_slots),
     drafter=drafter.start(params.drafter, next_BL, taps, length_B, num_slots),
     root=root_B,
     text=jnp.pad(tokens_BL, ((0, 0), (0, num_slots + 1 - num_prompt))).at[jnp.arange(batch), length_B].set(root_B),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.cache import NewRows
+from eagle_jax.cache import NewEntries
 from eagle_jax.decode.commit import commit, take_nodes
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.verify import Verdict, verify
@@ -54,7 +54,7 @@ class TreePass(NamedTuple):
 
   tree: DraftTree  # [B, T] fields
   verdict: Verdict  # [B, ...] fields
-  rows: NewRows  # [B, G, P, K], of the target's cache
+  rows: NewEntries  # [B, G, P, K], of the target's cache
   taps: Any  # what the target shows along the paths, arrays [..., B, P]
 
 

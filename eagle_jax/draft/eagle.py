@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache, NewRows
+from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow
 from eagle_jax.draft.interface import DraftContext
@@ -23,14 +23,14 @@ from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.ordering import wait_for
 from eagle_jax.kernels.top_k import top_k
 from eagle_jax.models.layers import (
+  AttentionFn,
+  CachedAttention,
   DecoderLayer,
   Linear,
-  Mix,
-  OverCache,
   Rotation,
+  apply_head,
   embed,
-  head_logits,
-  unmixed,
+  no_attention,
 )
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
@@ -42,12 +42,12 @@ class EagleHead(nn.Module):
   config: DrafterConfig
 
   @nn.compact
-  def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
-    """Outputs [D, R], and the memory that `mix` returns."""
+  def __call__(self, embedding_DR, feature_DR, position_BT, attention: AttentionFn):
+    """Outputs [D, R], and the memory that `attention` returns."""
     x_DR = Linear((self.config.width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
     # No input norm, for what comes in is normed; and no final one.
     layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
-    return layer(x_DR, Rotation.of(self.config, position_BT), mix)
+    return layer(x_DR, Rotation.of(self.config, position_BT), attention)
 
 
 class EagleState(NamedTuple):
@@ -83,7 +83,7 @@ class Eagle:
     """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     row_D1 = jnp.zeros((self.config.width, 1), self.dtype)
     position_BT = jnp.zeros((1, 1), jnp.int32)
-    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, unmixed)['params']
+    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, no_attention)['params']
 
   def fuse_taps(self, params, taps) -> jax.Array:
     """Make the features [D, B, P] that the layer takes of what the target shows."""
@@ -97,12 +97,12 @@ class Eagle:
     """Make what the language-model head reads, [D, R], of the outputs."""
     return out_DR
 
-  def apply_layer(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
-    """Run T pairs of (next token, feature): outputs [D, B, T], and the memory that `mix` returns."""
+  def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
+    """Run T pairs of (next token, feature): outputs [D, B, T], and the memory that `attention` returns."""
     variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
-    out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, mix)
+    out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, attention)
     return out[0].reshape(feature_DBT.shape), out[1]
 
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
@@ -113,14 +113,14 @@ class Eagle:
       # A node sees one new entry a position, in order: as many as it sees from one on, so many positions back that is.
       back_BTM = jnp.cumsum(mask_BTM[..., ::-1], axis=-1)[..., ::-1]
       mask_BTM &= back_BTM <= self.config.window
-    mix = OverCache(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier, oldest_BT)
-    return self.apply_layer(params, token_BT, feature_DBT, position_BT, mix)
+    attention = CachedAttention(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier, oldest_BT)
+    return self.apply_layer(params, token_BT, feature_DBT, position_BT, attention)
 
   def start(self, params, token_BL, taps, length_B, num_slots: int) -> EagleState:
     """Read the prompts from an empty cache; see `draft.interface.DraftNetwork.start`."""
     empty = kv_cache.init(self.config, num_layers=1, batch=len(length_B), num_slots=0, dtype=self.dtype)
     out_DBL, rows = self.apply_behind(params, empty, token_BL, taps)
-    return EagleState(kv_cache.filled(rows, length_B, num_slots=num_slots), _at(out_DBL, length_B - 1))
+    return EagleState(kv_cache.fill(rows, length_B, num_slots=num_slots), _at(out_DBL, length_B - 1))
 
   def update(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
     """Read what was committed behind the cache; see `draft.interface.DraftNetwork.update`."""
@@ -131,7 +131,7 @@ class Eagle:
     count_B = wait_for(count_B, ~jnp.isnan(newest_BD).any(axis=1))
     return EagleState(kv_cache.append(state.cache, rows, count_B), feature_BD)
 
-  def apply_behind(self, params, cache: KVCache, token_BP, taps) -> tuple[jax.Array, NewRows]:
+  def apply_behind(self, params, cache: KVCache, token_BP, taps) -> tuple[jax.Array, NewEntries]:
     """Run over P target positions behind the cache, each of which sees the text and all up to itself: outputs
     [D, B, P], and their keys and values."""
     batch, num_positions = token_BP.shape
@@ -139,7 +139,7 @@ class Eagle:
     causal_BPP = jnp.broadcast_to(jnp.tri(num_positions, dtype=bool), (batch, num_positions, num_positions))
     feature_DBP = self.fuse_taps(params, taps)
     out_DBP, (keys, values) = self.forward(params, token_BP, feature_DBP, position_BP, causal_BPP, cache)
-    return out_DBP, NewRows((keys,), (values,))
+    return out_DBP, NewEntries((keys,), (values,))
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, context: DraftContext) -> Candidates:
     """Grow every sequence's candidates."""
@@ -197,7 +197,7 @@ class Eagle:
     out_DR = self.pre_head(params, out_DBW.reshape(out_DBW.shape[0], -1)).astype(params['head'].dtype)
     noise_UB = noise(jnp.broadcast_to(ids_U[:, None], (len(ids_U), batch)))
     noise_UR = jnp.repeat(noise_UB, width, axis=1)
-    logits_UR = head_logits(params['head'], out_DR) + noise_UR
+    logits_UR = apply_head(params['head'], out_DR) + noise_UR
     logits_nR = logits_UR if evidence is None else self.weighed(params, logits_UR, out_DR, noise, evidence)
     log_p_RC, index_RC = top_k(jax.nn.log_softmax(logits_nR, axis=0).T, fanout)
     token_RC = jnp.take(ids_U, index_RC, mode='clip')

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from eagle_jax.config import Eagle3Config
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.models.layers import Attention, Linear, Mix, RMSNorm, Rotation, SwiGLU, embed, unmixed
+from eagle_jax.models.layers import Attention, AttentionFn, Linear, RMSNorm, Rotation, SwiGLU, embed, no_attention
 
 
 class Eagle3Head(nn.Module):
@@ -40,11 +40,11 @@ class Eagle3Head(nn.Module):
     joined = jnp.concatenate(taps)
     return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
 
-  def __call__(self, embedding_DR, feature_DR, position_BT, mix: Mix):
-    """Outputs [D, R], and the memory that `mix` returns."""
+  def __call__(self, embedding_DR, feature_DR, position_BT, attention: AttentionFn):
+    """Outputs [D, R], and the memory that `attention` returns."""
     normed_DR = self.feature_norm(feature_DR)
     both_R = jnp.concatenate([self.embedding_norm(embedding_DR), normed_DR])
-    mixed_DR, memory = self.attn(both_R, Rotation.of(self.config, position_BT), mix)
+    mixed_DR, memory = self.attn(both_R, Rotation.of(self.config, position_BT), attention)
     x_DR = (normed_DR if self.config.norm_before_residual else feature_DR) + mixed_DR
     return x_DR + self.mlp(self.mlp_norm(x_DR)), memory
 
@@ -52,10 +52,10 @@ class Eagle3Head(nn.Module):
     """What the language-model head reads."""
     return self.norm(out_DR)
 
-  def everything(self, embedding_DR, taps, position_BT, mix: Mix):
+  def everything(self, embedding_DR, taps, position_BT, attention: AttentionFn):
     """A pass through every parameter."""
     feature_DR = self.fuse(taps) if taps else embedding_DR
-    return self.final(self(embedding_DR, feature_DR, position_BT, mix)[0])
+    return self.final(self(embedding_DR, feature_DR, position_BT, attention)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Eagle3(Eagle):
     c = self.config
     taps = (jnp.zeros((c.target_width, 1), self.dtype),) * c.num_taps
     row_D1 = jnp.zeros((c.width, 1), self.dtype)
-    return Eagle3Head(c).init(key, row_D1, taps, jnp.zeros((1, 1), jnp.int32), unmixed, method='everything')['params']
+    position_BT = jnp.zeros((1, 1), jnp.int32)
+    return Eagle3Head(c).init(key, row_D1, taps, position_BT, no_attention, method='everything')['params']
 
   def fuse_taps(self, params, taps) -> jax.Array:
     if not self.config.num_taps:
@@ -89,10 +90,10 @@ class Eagle3(Eagle):
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
     return self._apply(params, out_DR, method='final')
 
-  def apply_layer(self, params, token_BT, feature_DBT, position_BT, mix: Mix):
+  def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
-    out_DR, memory = self._apply(params, embedding_DR, feature_DR, position_BT, mix, method='__call__')
+    out_DR, memory = self._apply(params, embedding_DR, feature_DR, position_BT, attention, method='__call__')
     return out_DR.reshape(feature_DBT.shape), memory
 
   def _apply(self, params, *args, method: str) -> Any:

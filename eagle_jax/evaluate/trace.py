@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.cache import KVCache, NewRows
+from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.decode.buckets import pad_prompts
 from eagle_jax.decode.build import build
 from eagle_jax.decode.prefill import prepare, run_prefill
@@ -58,10 +58,10 @@ class Replay:
     """No layers: only the lengths."""
     return KVCache((), (), jnp.zeros(batch, jnp.int32))
 
-  def forward(self, params: Text, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[ReplayTaps, NewRows]:
+  def forward(self, params: Text, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[ReplayTaps, NewEntries]:
     feature_BTD = jnp.take_along_axis(params.feature, position_BT[..., None], axis=1, mode='clip')
     next_BT = jnp.take_along_axis(params.token, position_BT + 1, axis=1, mode='clip')
-    return ReplayTaps(feature_BTD.transpose(2, 0, 1), next_BT[None]), NewRows((), ())
+    return ReplayTaps(feature_BTD.transpose(2, 0, 1), next_BT[None]), NewEntries((), ())
 
   def logits(self, params: Text, taps: ReplayTaps) -> jax.Array:
     """[V, B, T] f32: 0 at the next token, -inf elsewhere. It is certain, whatever noise is added."""

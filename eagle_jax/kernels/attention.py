@@ -15,7 +15,7 @@ from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.layout import row_major
 from eagle_jax.sharding import CACHE_AXES, on_each_device
 
-HIDDEN = float(jnp.finfo(jnp.float32).min)  # the score of what a query does not see; finite, so that none is all NaN
+MASK_VALUE = float(jnp.finfo(jnp.float32).min)  # the score of what a query does not see; finite: none is all NaN
 FEW_QUERIES = 16
 MAX_QUERIES = 1024  # whose scores may exist at a time: those of all would be the largest array of a long prefill
 
@@ -37,29 +37,29 @@ def reference(given: Operands) -> jax.Array:
   """Return [B, G, J, T, K]: softmax(q k / sqrt(K)) v over the slots and new entries that each query sees."""
   keys_BGNK = jnp.concatenate([given.keys, given.new_keys], axis=2)
   values_BGNK = jnp.concatenate([given.values, given.new_values], axis=2)
-  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, joined_mask(given))
+  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, mask_entries(given))
 
 
 def attend_by_mask(q_BGJTK: jax.Array, keys_BGNK: jax.Array, values_BGNK: jax.Array, mask_BTN: jax.Array) -> jax.Array:
   """Attend to those of N entries that the mask shows each query. The softmax is in float32."""
   score_BGJTN = einsum_float32('bgjtk,bgnk->bgjtn', q_BGJTK, keys_BGNK) * (q_BGJTK.shape[-1] ** -0.5)
-  return mixed(jax.nn.softmax(jnp.where(mask_BTN[:, None, None], score_BGJTN, HIDDEN)), values_BGNK)
+  return weighted_values(jax.nn.softmax(jnp.where(mask_BTN[:, None, None], score_BGJTN, MASK_VALUE)), values_BGNK)
 
 
-def joined_mask(given: Operands) -> jax.Array:
+def mask_entries(given: Operands) -> jax.Array:
   """Return [B, T, S + M] bool, which slots and which new entries each query sees."""
-  slots_BTS = jnp.broadcast_to(visible_slots(given), (*given.mask.shape[:2], given.keys.shape[2]))
+  slots_BTS = jnp.broadcast_to(mask_slots(given), (*given.mask.shape[:2], given.keys.shape[2]))
   return jnp.concatenate([slots_BTS, given.mask], axis=2)
 
 
-def visible_slots(given: Operands) -> jax.Array:
+def mask_slots(given: Operands) -> jax.Array:
   """Return [B, T, S] bool, the slots that each query sees; [B, 1, S] where all see the same."""
   slot_S = jnp.arange(given.keys.shape[2]).reshape(1, 1, -1)
   visible_BTS = slot_S < given.length[:, None, None]
   return visible_BTS if given.oldest is None else visible_BTS & (slot_S >= given.oldest[..., None])
 
 
-def scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
+def compute_scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
   """Return [B, G, J, T, S] f32, scaled dot products of queries, J of them a key-value head, with keys."""
   if q_BGJTK.shape[3] > FEW_QUERIES:
     score_BGJTS = einsum_float32('bgjtk,bgsk->bgjts', q_BGJTK, keys_BGSK)
@@ -68,7 +68,7 @@ def scores(q_BGJTK: jax.Array, keys_BGSK: jax.Array) -> jax.Array:
   return score_BGJTS * (q_BGJTK.shape[-1] ** -0.5)
 
 
-def mixed(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
+def weighted_values(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Array:
   """Return [B, G, J, T, K], values in the proportions of the weights."""
   weight_BGJTS = weight_BGJTS.astype(values_BGSK.dtype)
   return jnp.einsum('bgjts,bgsk->bgjtk', weight_BGJTS, values_BGSK, precision=precision(values_BGSK.dtype))
@@ -80,12 +80,13 @@ def attend_apart(given: Operands) -> jax.Array:
   One softmax goes over both. Then a TPU's product that makes scores finds their maxima too, and the one with the values
   makes the weights; joined, scores are written twice more and read three times more.
   """
-  score_BGJTS = jnp.where(visible_slots(given)[:, None, None], scores(given.queries, given.keys), HIDDEN)
-  score_BGJTM = jnp.where(given.mask[:, None, None], scores(given.queries, given.new_keys), HIDDEN)
-  best_BGJT1 = jnp.maximum(*(x.max(-1, keepdims=True, initial=HIDDEN) for x in (score_BGJTS, score_BGJTM)))
+  score_BGJTS = jnp.where(mask_slots(given)[:, None, None], compute_scores(given.queries, given.keys), MASK_VALUE)
+  score_BGJTM = jnp.where(given.mask[:, None, None], compute_scores(given.queries, given.new_keys), MASK_VALUE)
+  best_BGJT1 = jnp.maximum(*(x.max(-1, keepdims=True, initial=MASK_VALUE) for x in (score_BGJTS, score_BGJTM)))
   weight_BGJTS, weight_BGJTM = jnp.exp(score_BGJTS - best_BGJT1), jnp.exp(score_BGJTM - best_BGJT1)
   total_BGJT1 = weight_BGJTS.sum(-1, keepdims=True) + weight_BGJTM.sum(-1, keepdims=True)
-  return mixed(weight_BGJTS / total_BGJT1, given.values) + mixed(weight_BGJTM / total_BGJT1, given.new_values)
+  old_BGJTK = weighted_values(weight_BGJTS / total_BGJT1, given.values)
+  return old_BGJTK + weighted_values(weight_BGJTM / total_BGJT1, given.new_values)
 
 
 def attend_joined(given: Operands) -> jax.Array:
@@ -101,7 +102,7 @@ def attend_joined(given: Operands) -> jax.Array:
     return on_each_device(row_major, [jnp.concatenate(both, axis=2)], [CACHE_AXES])
 
   keys_BGNK, values_BGNK = join(given.keys, given.new_keys), join(given.values, given.new_values)
-  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, jnp.pad(joined_mask(given), free))
+  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, jnp.pad(mask_entries(given), free))
 
 
 def attend_in_kernel(given: Operands, *, kernel: ModuleType) -> jax.Array:
@@ -135,7 +136,7 @@ def attend(given: Operands) -> jax.Array:
     return attend_in_blocks(given)
 
   def written_for(kernel: ModuleType) -> Callable | None:
-    is_taken = given.oldest is None and kernel.takes(given.queries, given.new_keys, given.keys)
+    is_taken = given.oldest is None and kernel.is_supported(given.queries, given.new_keys, given.keys)
     return functools.partial(attend_in_kernel, kernel=kernel) if is_taken else None
 
   return dispatch(

@@ -3,8 +3,8 @@ text is read.
 
 XLA:GPU writes all scores and reads them again, and joins values to the cache's in another array. Here the softmax is
 taken while blocks of slots come in (FlashAttention, arXiv:2205.14135), and a long cache is split between
-multiprocessors, whose findings are joined after (Flash-Decoding). Rows of one key-value head's queries lie behind one
-another, 64 to a block of threads: as many as the tensor cores multiply at least.
+multiprocessors, whose findings are joined after (Flash-Decoding). One key-value head's queries lie behind one another,
+64 to a block of threads: as many as the tensor cores multiply at least.
 """
 
 import math
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 TILE = 64  # queries of one block of threads
-BLOCK = 64  # slots that come in together; and new rows, at most
+BLOCK = 64  # slots that come in together; and new entries, at most
 NUM_BLOCKS = 4  # that come in to one multiprocessor
 
 
@@ -27,8 +27,8 @@ def is_hopper() -> bool:
   return re.search(r'\bG?H(20|100|200|800)\b', kind.upper()) is not None
 
 
-def takes(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
-  """Whether `attend` is for these: two bytes a number, whole blocks of slots, and few new rows."""
+def is_supported(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
+  """Whether `attend` takes these: two bytes a number, whole blocks of slots, and few new entries."""
   M, S, K = k_BGMK.shape[2], *keys_BGSK.shape[2:]
   is_whole = S > 0 and S % BLOCK == 0 and K in (64, 128) and M <= BLOCK
   return keys_BGSK.dtype in (jnp.bfloat16, jnp.float16) and is_whole and is_hopper()
@@ -43,9 +43,9 @@ def attend(
   values_BGSK: jax.Array,
   length_B: jax.Array,
 ) -> jax.Array:
-  """[B, G, J, T, K], what T rows make of the new rows that they see, and of the committed ones.
+  """Return [B, G, J, T, K], what T queries make of the new entries that they see, and of the committed ones.
 
-  Arguments are those of `attention_tpu.attend`, as `takes` has them.
+  Arguments are those of `attention_tpu.attend`, as `is_supported` has them.
   """
   from jax.experimental.pallas import mosaic_gpu as plgpu  # here, for it takes long, and most never need it
 
@@ -87,15 +87,15 @@ def _kernel(
   mixture, best, total,
   q_nK, hidden_nM, keys_bSK, values_bSK, best_n, total_n, q_came, hidden_came, keys_came, values_came,
 ):  # fmt: skip
-  """One part of the slots of one batch row's key-value head, for a tile of its queries; the first takes the new rows.
+  """Take in a part of the slots of one sequence's key-value head, for a tile of its queries; part 0 new entries too.
 
-  Block 0 is of new rows, and the others of slots. Scores are logarithms to the base of 2, which a GPU raises to powers.
+  Block 0 is of new entries, the others of slots. Scores are logarithms to the base of 2, which a GPU raises to powers.
   """
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
   WGMMA = plgpu.Layout.WGMMA
   row, head, part, tile = map(jax.lax.axis_index, ('row', 'head', 'part', 'tile'))
-  length, rows = length_B[row], pl.ds(tile * TILE, TILE)
+  length, queries = length_B[row], pl.ds(tile * TILE, TILE)
   scale = math.log2(math.e) / math.sqrt(q_nK.shape[1])
 
   def first_slot(block):
@@ -105,11 +105,11 @@ def _kernel(
     plgpu.copy_gmem_to_smem(k, keys_bSK.at[block], keys_came.at[block])
     plgpu.copy_gmem_to_smem(v, values_bSK.at[block], values_came.at[block])
 
-  plgpu.copy_gmem_to_smem(q.at[row, head, rows], q_nK, q_came)
+  plgpu.copy_gmem_to_smem(q.at[row, head, queries], q_nK, q_came)
 
   @pl.when(part == 0)
   def fetch_new():
-    plgpu.copy_gmem_to_smem(hidden.at[row, rows], hidden_nM, hidden_came)
+    plgpu.copy_gmem_to_smem(hidden.at[row, queries], hidden_nM, hidden_came)
     fetch(0, k_new.at[row, head], v_new.at[row, head])
 
   for block in range(1, 1 + NUM_BLOCKS):
@@ -160,8 +160,9 @@ def _kernel(
   )
   found = jax.lax.fori_loop(0, jnp.where(part == 0, 1, 0), take_in_new, nothing)
   num_blocks = jnp.clip((length - first_slot(1) + BLOCK - 1) // BLOCK, 0, NUM_BLOCKS)
-  mixture[row, head, part, rows], best_n[...], total_n[...] = jax.lax.fori_loop(1, 1 + num_blocks, take_in_slots, found)
+  found = jax.lax.fori_loop(1, 1 + num_blocks, take_in_slots, found)
+  mixture[row, head, part, queries], best_n[...], total_n[...] = found
   plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(best_n, best.at[row, head, part, rows])
-  plgpu.copy_smem_to_gmem(total_n, total.at[row, head, part, rows])
+  plgpu.copy_smem_to_gmem(best_n, best.at[row, head, part, queries])
+  plgpu.copy_smem_to_gmem(total_n, total.at[row, head, part, queries])
   plgpu.wait_smem_to_gmem(0)

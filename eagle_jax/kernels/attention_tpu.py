@@ -1,8 +1,8 @@
 """Attention over the cache in one kernel for TPU: no score leaves fast memory, no block of slots past the text is read.
 
 XLA writes the scores of a pass, and reads them twice: for their sum, and for the mixture. Here the softmax is taken
-while blocks of slots come in (FlashAttention, arXiv:2205.14135). It begins with the new rows, of which each sees
-itself, so what comes later always meets a largest score.
+while blocks of slots come in (FlashAttention, arXiv:2205.14135). It begins with the new entries, of which each
+query sees its own, so what comes later always meets a largest score.
 """
 
 import functools
@@ -22,8 +22,8 @@ MAX_SCORES = 2**19  # of a block: 2 MB
 MAX_BYTES = 2**19  # of queries; who sees whom, in integers, may take twice that: fast memory holds several of the kind
 
 
-def takes(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
-  """Whether `attend` is for these: what a TPU computes in, whole lanes, blocks of slots, and room in fast memory."""
+def is_supported(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
+  """Whether `attend` takes these: what a TPU computes in, whole lanes, blocks of slots, and room in fast memory."""
   _, _, J, T, K = q_BGJTK.shape
   M, S, dtype = k_BGMK.shape[2], keys_BGSK.shape[2], keys_BGSK.dtype
   is_in_blocks = S > 0 and ((block := _block(J * T, S)) == S or block % LANES == 0)
@@ -32,7 +32,7 @@ def takes(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
 
 
 def _block(num_queries: int, num_slots: int) -> int:
-  """Slots that come in together."""
+  """Choose how many slots come in together."""
   most = min(MAX_BLOCK, MAX_SCORES >> (num_queries - 1).bit_length())
   return math.gcd(num_slots, most) if most < num_slots else num_slots
 
@@ -46,17 +46,17 @@ def attend(
   values_BGSK: jax.Array,
   length_B: jax.Array,
 ) -> jax.Array:
-  """[B, G, J, T, K], what T rows make of the new rows that they see, and of the committed ones.
+  """Return [B, G, J, T, K], what T queries make of the new entries that they see, and of the committed ones.
 
   Args:
     q_BGJTK: queries, J of them a key-value head; one dtype with all keys and values.
-    k_BGMK, v_BGMK: keys and values of the new rows.
-    mask_BTM: bool, who sees whom among these; each row sees one at least.
+    k_BGMK, v_BGMK: keys and values of the new entries.
+    mask_BTM: bool, which of these each query sees: one at least.
     keys_BGSK, values_BGSK: one layer of the cache, S > 0. Scratch in it must be finite.
-    length_B: [B] i32, committed rows; all T rows see them.
+    length_B: [B] i32, committed entries; all queries see them.
   """
   B, G, J, T, K = q_BGJTK.shape
-  if k_BGMK.shape[2] == 1:  # Mosaic has no product of bfloat16 with a single row
+  if k_BGMK.shape[2] == 1:  # Mosaic has no product of bfloat16 with a single vector
     k_BGMK, v_BGMK = (jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0))) for x in (k_BGMK, v_BGMK))
     mask_BTM = jnp.pad(mask_BTM, ((0, 0), (0, 0), (0, 1)))
   M, S, n = k_BGMK.shape[2], keys_BGSK.shape[2], J * T
@@ -67,8 +67,8 @@ def attend(
     last = jnp.maximum(pl.cdiv(length_B[b], block) - 1, 0)
     return b, g, jnp.minimum(step, last), 0  # a block that is there already is not read again
 
-  def of_head(rows: int) -> pl.BlockSpec:
-    return pl.BlockSpec((1, 1, rows, K), lambda b, g, step, length_B: (b, g, 0, 0))
+  def of_head(num_vectors: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, 1, num_vectors, K), lambda b, g, step, length_B: (b, g, 0, 0))
 
   of_row = pl.BlockSpec((1, n, M), lambda b, g, step, length_B: (b, 0, 0))
   of_slots = pl.BlockSpec((1, 1, block, K), slots)
@@ -96,7 +96,7 @@ def attend(
 
 
 def _kernel(length_B, q, k_new, v_new, mask, keys, values, out, best_n1, total_n1, mixture_nK, *, block, precision):
-  """One block of slots of one batch row's key-value head; the first one takes the new rows too."""
+  """Take in one block of slots of one sequence's key-value head; the first one takes the new entries too."""
   row, step = pl.program_id(0), pl.program_id(2)
   product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 

@@ -28,7 +28,7 @@ def multiply_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> j
   """
   x_PRI = x_IR.astype(jnp.float32).T.reshape(x_IR.shape[1], num_parts, -1).swapaxes(0, 1)
   unit_PR = jnp.abs(x_PRI).max(axis=2) / LARGEST
-  x_CI = jax.scipy.linalg.block_diag(*rounded(x_PRI, unit_PR[..., None]))
+  x_CI = jax.scipy.linalg.block_diag(*round_to_unit(x_PRI, unit_PR[..., None]))
   num_columns = x_CI.shape[0]
   x_CI = jnp.pad(x_CI, ((0, max(0, 2 - num_columns)), (0, 0)))
   value_NI = value_OI.reshape(-1, value_OI.shape[-1])
@@ -37,8 +37,8 @@ def multiply_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> j
   return (product_PRN * unit_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
 
 
-def rounded(x: jax.Array, unit: jax.Array) -> jax.Array:
-  """How many units, as int8; 0 where the unit is 0."""
+def round_to_unit(x: jax.Array, unit: jax.Array) -> jax.Array:
+  """Return how many units a number is, as int8; 0 where the unit is 0."""
   return jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
 
 
@@ -78,4 +78,4 @@ def quantised(matrix_OI: jax.Array, *, num_parts: int = 1) -> Quantised:
   """The nearest to a matrix [..., I] of floats: of each output the largest number becomes 127."""
   matrix32_OI = matrix_OI.astype(jnp.float32)
   scale_O = jnp.abs(matrix32_OI).max(axis=-1) / LARGEST
-  return Quantised(rounded(matrix32_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)
+  return Quantised(round_to_unit(matrix32_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)

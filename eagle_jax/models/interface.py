@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
-from eagle_jax.cache import KVCache, NewRows
+from eagle_jax.cache import KVCache, NewEntries
 
 
 class TargetNetwork(Protocol):
@@ -12,20 +12,20 @@ class TargetNetwork(Protocol):
 
   @property
   def eos_ids(self) -> tuple[int, ...]:
-    """Tokens that end a row unless the caller says others."""
+    """Tokens that end a sequence unless the caller says others."""
     ...
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
-    """An empty cache; `num_slots` may be 0."""
+    """Make an empty cache; `num_slots` may be 0."""
     ...
 
-  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Any, NewRows]:
-    """Taps ([..., B, T] arrays) of T rows behind the committed ones, and what may be appended to the cache.
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Any, NewEntries]:
+    """Run T tokens behind the committed ones: return taps ([..., B, T] arrays), and entries to append to the cache.
 
     See `Transformer.forward`.
     """
     ...
 
   def logits(self, params, taps: Any) -> jax.Array:
-    """[V, B, T] f32, next-token logits after the rows of these taps."""
+    """Return [V, B, T] f32, next-token logits after the tokens of these taps."""
     ...

@@ -1,7 +1,7 @@
 """Layers that the target and the drafter share.
 
-Activations are columns, [D, R]: one column a row of work, R = B x T. With weights stored [out, in], a pass over a few
-columns is then `W @ x`, the form of product that reads weights as fast as memory gives them on every device.
+Activations are columns, [D, R]: one for each token of each sequence, R = B x T. With weights
+stored [out, in], a pass over a few columns is then `W @ x`, which reads weights at memory speed on every device.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +35,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-  """A vocabulary's rows, [V, D]: looked up by `__call__`, scored against by `head_logits`."""
+  """A vector for each vocabulary id, [V, D]: looked up by `__call__`, scored against by `apply_head`."""
 
   vocab_size: int
   width: int
@@ -49,12 +49,12 @@ class Embedding(nn.Module):
 
 
 def embed(weight_VD: jax.Array, token_R: jax.Array) -> jax.Array:
-  """[D, R]. Ids outside the vocabulary (unused tree nodes) read some row; nobody uses what follows from it."""
+  """Return [D, R]. For an id outside the vocabulary (an unused tree node) it is some vector, which nobody uses."""
   return jnp.take(weight_VD, token_R, axis=0, mode='clip').T
 
 
-def head_logits(weight_VD: jax.Array | Quantised, feature_DR: jax.Array) -> jax.Array:
-  """[V, R] f32, the language-model head over some vocabulary.
+def apply_head(weight_VD: jax.Array | Quantised, feature_DR: jax.Array) -> jax.Array:
+  """Return [V, R] f32, the logits of the language-model head over some vocabulary.
 
   The vocabulary stays the leading axis: compilers fuse a transposition into the product, which costs more than it does.
   """
@@ -77,16 +77,16 @@ class RMSNorm(nn.Module):
 
 
 class Rotation(NamedTuple):
-  """How far rotary position embedding turns T rows (RoFormer, arXiv:2104.09864): one table for all heads and layers."""
+  """Angles of rotary position embedding (RoFormer, arXiv:2104.09864), of T tokens, for all heads and layers."""
 
   cos: jax.Array  # [K/2, B, T] f32
   sin: jax.Array  # [K/2, B, T] f32
 
   @classmethod
   def of(cls, config: Any, position_BT: jax.Array) -> 'Rotation':
-    """For a `TargetConfig` or a `DrafterConfig`, at absolute positions, i32.
+    """Compute the angles of a `TargetConfig` or a `DrafterConfig` at absolute positions, i32.
 
-    Pair i of K/2 turns with wavelengths from 2 pi to 2 pi theta, `rope_slowdown` times slower where there is one.
+    Pair i of K/2 has wavelengths from 2 pi to 2 pi theta, `rope_slowdown` times slower where there is one.
     """
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -96,38 +96,41 @@ class Rotation(NamedTuple):
     tables = (compute_once(config.rope_factor * f(angle)) for f in (jnp.cos, jnp.sin))  # not in every layer and head
     return cls(*tables)
 
-  def turn(self, x_KR: jax.Array) -> jax.Array:
-    """[..., K, R], any float dtype, with R = B x T: dimension i turns with i + K/2 (rotate-half form), in float32."""
+  def rotate(self, x_KR: jax.Array) -> jax.Array:
+    """Rotate [..., K, R] of any float dtype, in float32: dimension i pairs with i + K/2 (the rotate-half form)."""
     cos, sin = (x.reshape(*(1,) * (x_KR.ndim - 2), x.shape[0], -1) for x in self)
     low, high = jnp.split(x_KR.astype(jnp.float32), 2, axis=-2)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-2).astype(x_KR.dtype)
 
 
-class Mix(Protocol):
-  """What attention looks at. A pytree, where layers that are traced once for all take it."""
+class AttentionFn(Protocol):
+  """What a layer attends with. A pytree, where layers that are traced once for all take it."""
 
   def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, /) -> tuple[jax.Array, Any]:
-    """Queries [B, G, J, T, K], new keys and values [B, G, T, K] -> mixed values like the queries, and a memory."""
+    """Attend with queries [B, G, J, T, K] and new keys and values [B, G, T, K].
+
+    Returns values in the shape of the queries, and a memory: what the caller wants to keep of the pass.
+    """
     ...
 
 
-def unmixed(q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, None]:
-  """The `Mix` that looks at nothing: parameters are made with it."""
+def no_attention(q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, None]:
+  """Attend to nothing: parameters are initialized so."""
   return q_BGJTK, None
 
 
-class OverCache(NamedTuple):
-  """Grouped-query attention of T rows to the committed ones, and to new ones beside the cache.
+class CachedAttention(NamedTuple):
+  """Grouped-query attention of T tokens to the committed entries, and to new ones beside the cache.
 
-  Softmax in float32. Memory: keys and values [B, G, M, K] of the M new rows so far.
+  Its memory is the keys and values, [B, G, M, K], of the M new entries so far. See `kernels.attention`.
   """
 
   keys: jax.Array  # [B, G, S, K], one layer of the cache, read only
   values: jax.Array  # [B, G, S, K]
-  length: jax.Array  # [B] i32, committed rows; all T rows see them, or those from `oldest` on
-  mask: jax.Array  # [B, T, M] bool, who sees whom among the new rows: the earlier ones, then the T rows themselves
+  length: jax.Array  # [B] i32, committed entries; all T tokens see them, or those from `oldest` on
+  mask: jax.Array  # [B, T, M] bool, which new entries each token sees: those of `earlier`, then of the T tokens
   earlier: tuple[jax.Array, jax.Array] | None = None  # memory of passes that were not committed
-  oldest: jax.Array | None = None  # [B, T] i32, the first slot that each of the T rows sees; None for slot 0
+  oldest: jax.Array | None = None  # [B, T] i32, the first slot that each of the T tokens sees; None for slot 0
 
   def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, Any]:
     k_BGMK, v_BGMK = k_BGTK, v_BGTK
@@ -138,29 +141,29 @@ class OverCache(NamedTuple):
 
 
 class Attention(nn.Module):
-  """Self-attention of new rows; `mix` says over what."""
+  """Self-attention of new tokens; `attention` says to what."""
 
   config: Any  # a `TargetConfig` or a `DrafterConfig`
 
   @nn.compact
-  def __call__(self, x_DR, rotation: Rotation, mix: Mix):
+  def __call__(self, x_DR, rotation: Rotation, attention: AttentionFn):
     c = self.config
     (B, T), G, K = rotation.cos.shape[1:], c.num_kv_heads, c.head_dim
     J = c.num_heads // G
 
-    def turned(x_KR, name):
+    def rotate(x_KR, name):
       if c.qk_norm:
         x_KR = RMSNorm(c.norm_eps, name=name)(x_KR)
-      return rotation.turn(x_KR)
+      return rotation.rotate(x_KR)
 
     # A key-value head's J queries, its key and its value stand together: a mesh splits them by heads. Where it has to
     # split the weights of each head instead, their outputs meet here, not as scores.
     qkv_GQKBT = Linear((G, J + 2, K), c.qkv_bias, name='qkv')(x_DR).reshape(G, J + 2, K, B, T)
     qkv_GQKR = constrain(qkv_GQKBT, ('kv_heads', None, None, 'batch', None)).reshape(G, J + 2, K, B * T)
-    q_GJKR, k_GKR = turned(qkv_GQKR[:, :J], 'q_norm'), turned(qkv_GQKR[:, J], 'k_norm')
+    q_GJKR, k_GKR = rotate(qkv_GQKR[:, :J], 'q_norm'), rotate(qkv_GQKR[:, J], 'k_norm')
     q_BGJTK = q_GJKR.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, qkv_GQKR[:, J + 1]))
-    out_BGJTK, memory = mix(q_BGJTK, k_BGTK, v_BGTK)
+    out_BGJTK, memory = attention(q_BGJTK, k_BGTK, v_BGTK)
     out_DR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
     return Linear((c.width,), c.o_bias, name='o')(out_DR), memory
 
@@ -176,8 +179,8 @@ class SwiGLU(nn.Module):
     return Linear((x_DR.shape[0],), name='down')(nn.silu(gate_FR) * up_FR)
 
 
-def routed(logits_ER: jax.Array, experts_per_token: int) -> jax.Array:
-  """[E, R] f32: each row's share of its likeliest experts, which sum to 1; 0 for the others."""
+def route(logits_ER: jax.Array, experts_per_token: int) -> jax.Array:
+  """Return [E, R] f32, each column's shares of its likeliest experts, which sum to 1; 0 for the others."""
   p_RE = jax.nn.softmax(logits_ER.astype(jnp.float32), axis=0).T
   p_Rk, expert_Rk = jax.lax.top_k(p_RE, experts_per_token)
   share_Rk = p_Rk / p_Rk.sum(axis=1, keepdims=True)
@@ -185,11 +188,11 @@ def routed(logits_ER: jax.Array, experts_per_token: int) -> jax.Array:
 
 
 class Experts(nn.Module):
-  """Each row through the few of E SwiGLUs that a router chooses for it (Mixtral, arXiv:2401.04088).
+  """Each column through the few of E SwiGLUs that a router chooses for it (Mixtral, arXiv:2401.04088).
 
-  An expert runs over all rows, so shapes are static; for a pass over many rows that is E / experts_per_token times the
-  arithmetic needed. One that none of a few rows chose is not even read: what their pass costs is weights. Of many rows
-  some choose each expert, and to ask would only cost.
+  An expert runs over all columns, so shapes are static; of many columns that is E / experts_per_token times the
+  arithmetic needed. One that none of a few columns chose is not even read: what their pass costs is weights. Of many
+  columns some choose each expert, and to ask would only cost.
   """
 
   config: Any  # a `TargetConfig`
@@ -197,14 +200,14 @@ class Experts(nn.Module):
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     c = self.config
-    share_ER = routed(Linear((c.num_experts,), name='router')(x_DR), c.experts_per_token)
+    share_ER = route(Linear((c.num_experts,), name='router')(x_DR), c.experts_per_token)
     is_asked = x_DR.shape[1] * c.experts_per_token <= 4 * c.num_experts and not self.is_initializing()
     out_DR = jnp.zeros_like(x_DR)
     for index in range(c.num_experts):
       share_1R = share_ER[index : index + 1]
 
       def add(expert, out_DR, share_1R=share_1R):
-        # Chosen, not multiplied by 0: what a row that is not the expert's gives may have overflowed.
+        # Chosen, not multiplied by 0: what a column that is not the expert's gives may have overflowed.
         own_DR = jnp.where(share_1R > 0, expert(x_DR).astype(jnp.float32) * share_1R, 0)
         return out_DR + own_DR.astype(out_DR.dtype)
 
@@ -223,12 +226,12 @@ class DecoderLayer(nn.Module):
   has_input_norm: bool = True
 
   @nn.compact
-  def __call__(self, x_DR, rotation: Rotation, mix: Mix):
-    """[D, R], and the memory that `mix` returns."""
+  def __call__(self, x_DR, rotation: Rotation, attention: AttentionFn):
+    """Return [D, R], and the memory of `attention`."""
     c = self.config
     mlp = Experts(c, name='mlp') if c.num_experts else SwiGLU(c.ffn_width, name='mlp')
     read_DR = RMSNorm(c.norm_eps, name='attn_norm')(x_DR) if self.has_input_norm else x_DR
-    mixed_DR, memory = Attention(c, name='attn')(read_DR, rotation, mix)
-    x_DR += mixed_DR
+    attended_DR, memory = Attention(c, name='attn')(read_DR, rotation, attention)
+    x_DR += attended_DR
     x_DR += mlp(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
     return x_DR, memory

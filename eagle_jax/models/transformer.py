@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache, NewRows
+from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import TargetConfig
-from eagle_jax.models.layers import DecoderLayer, Embedding, OverCache, RMSNorm, Rotation, head_logits
+from eagle_jax.models.layers import CachedAttention, DecoderLayer, Embedding, RMSNorm, Rotation, apply_head
 from eagle_jax.sharding import mesh_of, param_sharding, put
 
 
@@ -38,9 +38,9 @@ class Target:
     return self.params.get('head', self.params['embed'])['weight']
 
   def head_of(self, ids_U: Any) -> jax.Array:
-    """[U, D], the head's rows of these ids: a copy, which lies on a mesh as a head does."""
-    rows_UD, mesh = jnp.take(self.head_VD, ids_U, axis=0, mode='clip'), mesh_of(self.params)
-    return rows_UD if mesh is None else put(rows_UD, param_sharding(['head', 'weight'], rows_UD.shape, mesh))
+    """Return [U, D], a copy of the head's weights for these ids, which lies on a mesh as a head does."""
+    head_UD, mesh = jnp.take(self.head_VD, ids_U, axis=0, mode='clip'), mesh_of(self.params)
+    return head_UD if mesh is None else put(head_UD, param_sharding(['head', 'weight'], head_UD.shape, mesh))
 
 
 class Taps(NamedTuple):
@@ -51,7 +51,7 @@ class Taps(NamedTuple):
 
 
 class Transformer(nn.Module):
-  """Llama-kind decoder. `forward` runs T new rows behind the committed ones; `logits` is the head, apart from it."""
+  """Llama-kind decoder. `forward` runs T new tokens behind the committed ones; `logits` is the head, apart from it."""
 
   config: TargetConfig
   dtype: Any = jnp.float32
@@ -67,13 +67,16 @@ class Transformer(nn.Module):
     if not c.tied_head:
       self.head = Embedding(c.vocab_size, c.width, self.dtype)
 
-  def forward(self, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewRows]:
-    """T rows attend to the committed ones, and among themselves by the mask. The cache is only read.
+  def forward(self, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewEntries]:
+    """Run T tokens, which attend to the committed ones, and among themselves by the mask. The cache is only read.
 
     Args:
       token_BT, position_BT: [B, T] i32.
-      mask_BTT: [B, T, T] bool, [i, j] is True where row i sees row j.
-      cache: of the committed rows.
+      mask_BTT: [B, T, T] bool, [i, j] is True where token i sees token j.
+      cache: of the committed tokens.
+
+    Returns:
+      What drafters build on, and the new entries: `cache.append` takes those that are accepted.
     """
     oldest_BT = None
     if self.config.window is not None:  # slots are positions
@@ -83,23 +86,23 @@ class Transformer(nn.Module):
     rotation = Rotation.of(self.config, position_BT)
     layers, inputs = [], []
     for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
-      mix = OverCache(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest=oldest_BT)
+      attention = CachedAttention(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest=oldest_BT)
       inputs.append(x_DR)
-      x_DR, kv_BGTK = layer(x_DR, rotation, mix)
+      x_DR, kv_BGTK = layer(x_DR, rotation, attention)
       layers.append(kv_BGTK)
     inputs.append(x_DR)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
     residual = tuple(inputs[index].reshape(-1, *token_BT.shape) for index in self.tapped_layers)
-    return Taps(feature_DBT, residual), NewRows(*zip(*layers, strict=True))
+    return Taps(feature_DBT, residual), NewEntries(*zip(*layers, strict=True))
 
   def logits(self, taps: Taps) -> jax.Array:
-    """[V, B, T] f32, next-token logits of normed features."""
+    """Return [V, B, T] f32, next-token logits of normed features."""
     head = self.embed if self.config.tied_head else self.head
-    width, *rows = taps.feature.shape
-    return head_logits(head.weight, taps.feature.reshape(width, -1)).reshape(-1, *rows)
+    width, *tokens = taps.feature.shape
+    return apply_head(head.weight, taps.feature.reshape(width, -1)).reshape(-1, *tokens)
 
   def read(self, token_BL: jax.Array) -> Taps:
-    """Taps of whole sequences: no cache to keep."""
+    """Run whole sequences: there is no cache to keep."""
     batch, length = token_BL.shape
     position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
     causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
@@ -107,7 +110,7 @@ class Transformer(nn.Module):
     return self.forward(token_BL, position_BL, causal_BLL, cache)[0]
 
   def score(self, token_BL: jax.Array) -> jax.Array:
-    """[V, B, L] f32, logits after every token of whole sequences, as in parity tests."""
+    """Return [V, B, L] f32, logits after every token of whole sequences, as in parity tests."""
     return self.logits(self.read(token_BL))
 
 
@@ -128,11 +131,11 @@ class TransformerTarget:
     return kv_cache.init(self.config, num_layers=num_layers, batch=batch, num_slots=num_slots, dtype=self.dtype)
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
-    """Random weights; under `jax.eval_shape`, the shapes that a checkpoint must have."""
+    """Make random weights; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     token_BL = jnp.zeros((1, 1), jnp.int32)
     return Transformer(self.config, self.dtype).init(key, token_BL, method='score')['params']
 
-  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewRows]:
+  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewEntries]:
     return self._apply(params, token_BT, position_BT, mask_BTT, cache, method='forward')
 
   def read(self, params, token_BL) -> Taps:

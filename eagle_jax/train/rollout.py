@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.kernels.attention import HIDDEN, mixed, scores
-from eagle_jax.models.layers import Mix
+from eagle_jax.kernels.attention import MASK_VALUE, compute_scores, weighted_values
+from eagle_jax.models.layers import AttentionFn
 from eagle_jax.train.data import Packed
 
 
@@ -22,7 +22,7 @@ def causal_mask(sequence_BL: jax.Array, *, age: int = 0) -> jax.Array:
   return is_same_BLL & jnp.tri(sequence_BL.shape[1], k=-age, dtype=bool)[None]
 
 
-def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> Mix:
+def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> AttentionFn:
   """Return the attention of the step after those in `memory`, over what decoding would have in its cache.
 
   Place t of step s attends to step 1 up to place t - s + 1, then to one place of each later step: t - s + 2 of step 2,
@@ -40,13 +40,13 @@ def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool
     visible_BLL = causal_mask(sequence_BL, age=age)
     # Place t - d of step s - d, moved to place t.
     diagonals = [jax.tree.map(lambda x, d=d: jnp.roll(x, d, axis=2), steps[age - d]) for d in range(age)]
-    hidden = 0.0 if is_leaky and age else HIDDEN
-    score_BGJLS = jnp.where(visible_BLL[:, None, None], scores(q_BGJLK, keys_BGLK), hidden)
+    hidden = 0.0 if is_leaky and age else MASK_VALUE
+    score_BGJLS = jnp.where(visible_BLL[:, None, None], compute_scores(q_BGJLK, keys_BGLK), hidden)
     weight_BGJLS = jax.nn.softmax(jnp.concatenate([score_BGJLS, *(own_scores(q_BGJLK, k) for k, _ in diagonals)], -1))
     if is_leaky:
       seen_BLS = jnp.pad(visible_BLL, ((0, 0), (0, 0), (0, age)), constant_values=True)
       weight_BGJLS = jnp.where(seen_BLS[:, None, None], weight_BGJLS, 0)
-    out_BGJLK = mixed(weight_BGJLS[..., :num_rows], values_BGLK)
+    out_BGJLK = weighted_values(weight_BGJLS[..., :num_rows], values_BGLK)
     for i, (_, v_BGLK) in enumerate(diagonals):
       own_BGJLK = weight_BGJLS[..., num_rows + i, None] * v_BGLK[:, :, None].astype(jnp.float32)
       out_BGJLK += own_BGJLK.astype(v_BGLK.dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.models.layers import head_logits
+from eagle_jax.models.layers import apply_head
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sharding import constrain, param_shardings
 from eagle_jax.train import losses
@@ -146,14 +146,14 @@ def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows:
   leave out places whose best id is another one (`eagle/traineagle3/cnets.py` of the reference).
   """
   width, num_steps, *shape = out_DdBL.shape
-  p_UR = jax.nn.softmax(head_logits(head_UD, rows.target.reshape(width, -1).astype(head_UD.dtype)), axis=0)
+  p_UR = jax.nn.softmax(apply_head(head_UD, rows.target.reshape(width, -1).astype(head_UD.dtype)), axis=0)
   weight_UR = objective.cross_entropy * p_UR
   if objective.top_k_cross_entropy:
     weight_UR += objective.top_k_cross_entropy * losses.top_k_of(p_UR, objective.top_k)
   best_R, label_R = jnp.argmax(p_UR, axis=0).astype(jnp.int32), rows.label.reshape(-1)
   steps = []
   for step in range(num_steps):
-    logits_UR = head_logits(head_UD, out_DdBL[:, step].reshape(width, -1))
+    logits_UR = apply_head(head_UD, out_DdBL[:, step].reshape(width, -1))
     log_q_UR = jax.nn.log_softmax(logits_UR, axis=0)
     loss_R, plain_R = losses.cross_entropy(log_q_UR, weight_UR), losses.cross_entropy(log_q_UR, p_UR)
     steps.append((loss_R, plain_R, losses.rank_of(logits_UR, best_R), losses.rank_of(logits_UR, label_R)))
