@@ -218,9 +218,10 @@ def test_gradients_stop_between_steps_only_if_detached():
     return out_DdBL[:, 1, 0, 8].sum()
 
   def with_constant_input(feature_DBL):
-    rows = functools.partial(network.rows, params, packed.next_token, position_BT=packed.position)
-    _, memory = rows(feature_DBL, mix=multistep_attention((), packed.sequence))
-    return rows(jnp.roll(first_DBL, 1, axis=2), mix=multistep_attention(memory, packed.sequence))[0][:, 0, 8].sum()
+    step = functools.partial(network.apply_layer, params, packed.next_token, position_BT=packed.position)
+    _, memory = step(feature_DBL, attention=multistep_attention((), packed.sequence))
+    second = multistep_attention(memory, packed.sequence)
+    return step(jnp.roll(first_DBL, 1, axis=2), attention=second)[0][:, 0, 8].sum()
 
   expected, detached, attached = (
     jax.grad(f)(feature_DBL) for f in (with_constant_input, lambda x: last_step(x, True), lambda x: last_step(x, False))
