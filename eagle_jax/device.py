@@ -1,6 +1,7 @@
 """What the devices at hand are called, and what they can do at best: measured, since data sheets are optimistic."""
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -44,6 +45,17 @@ def is_cpu() -> bool:
 def num_cores() -> int:
   """That this process may use; of the whole machine where the system does not say, as on macOS."""
   return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+  """Return the bytes of memory of all devices together; None where the system does not say."""
+  devices = jax.devices()
+  if devices[0].platform == 'cpu':  # all of them share the machine's
+    names = 'SC_PAGE_SIZE', 'SC_PHYS_PAGES'
+    is_known = all(name in getattr(os, 'sysconf_names', {}) for name in names)
+    return math.prod(map(os.sysconf, names)) if is_known else None
+  limit = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit')
+  return None if limit is None else limit * len(devices)
 
 
 def cpu_features() -> str:

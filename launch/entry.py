@@ -43,11 +43,11 @@ def run(main, *, starts_often: bool = False):
       sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
       output.fail(str(error))
-    except jax.errors.JaxRuntimeError as error:
-      if 'RESOURCE_EXHAUSTED' not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+      if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in str(error):
         raise
       advice = 'fewer rows (--batch_size), fewer tokens, --dtype=bfloat16, or more devices a model (--num_model)'
-      output.fail(f'memory does not suffice ({str(error).splitlines()[0]}): take {advice}.')
+      output.fail(f'memory does not suffice ({str(error).partition(chr(10))[0]}): take {advice}.')
 
   output.prepare()
   app.run(checked)

@@ -17,6 +17,7 @@ import tiny
 from eagle_jax import decode
 from eagle_jax.config import DrafterConfig
 from eagle_jax.decode import program
+from eagle_jax.decode.buckets import require_memory
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.models.layers import CachedAttention
@@ -469,6 +470,39 @@ def test_bad_requests(target, drafter, plain, change, words):
 def test_a_program_for_no_rows_is_not_built(target, drafter, batch):
   with pytest.raises(ValueError, match='batch is'):
     decode.build(target, drafter, batch=batch)
+
+
+def prefilled(target, tokens_BL):
+  params, spec = decode.build(target, None)
+  length_B = np.full(len(tokens_BL), tokens_BL.shape[1])
+  return decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=NUM_NEW)
+
+
+def cache_bytes(num_slots):
+  return 2 * 2 * 2 * num_slots * 8 * 4 + 4  # layers, keys and values, heads, slots, head size, float32; length
+
+
+@pytest.mark.parametrize(
+  ('ask', 'num_slots'),
+  [
+    (lambda target: decode.generate(target, None, [[1]] * 5, max_new_tokens=NUM_NEW), 96),
+    (lambda target: [*decode.generate_each(target, None, [[1]] * 9, batch_size=5, max_new_tokens=NUM_NEW)], 64),
+    (lambda target: prefilled(target, np.ones((5, 16), np.int32)), 96),
+  ],
+  ids=['one batch', 'refilled', 'pure core'],
+)
+def test_a_request_beyond_all_memory_is_refused_with_its_bytes(target, monkeypatch, ask, num_slots):
+  monkeypatch.setattr('eagle_jax.device.memory_bytes', lambda: 4 * cache_bytes(num_slots))
+  with pytest.raises(ValueError, match=f'batch of 5 .* {5 * cache_bytes(num_slots)} bytes'):
+    ask(target)
+
+
+def test_a_cache_that_just_fits_is_not_refused(target, monkeypatch):
+  network = TransformerTarget(target.config)
+  monkeypatch.setattr('eagle_jax.device.memory_bytes', lambda: 4 * cache_bytes(96))
+  require_memory(network, 4, 96)
+  monkeypatch.setattr('eagle_jax.device.memory_bytes', lambda: None)
+  require_memory(network, 10**9, 96)
 
 
 def test_a_bad_request_is_refused_before_the_drafter_is_made_ready(target, drafter):

@@ -215,6 +215,8 @@ def test_questions_need_a_tokenizer(files, name, tmp_path):
   [
     ('cost', ['--draft_vocab_size=9'], '--draft_vocab_size is for --random_shape'),
     ('cost', ['--draft_vocab_size=513', '--random_shape=tiny'], '1 .. vocab_size, 512'),
+    ('cost', ['--random_shape=tiny', '--batch=1000000000'], 'batch of 1000000000 '),
+    ('cost', ['--random_shape=tiny', '--batch=100000000000000000000'], 'batch of 100000000000000000000 '),
     ('convert', ['--drafter='], 'pass --drafter'),
   ],
 )

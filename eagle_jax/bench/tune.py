@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.decode.buckets import bucket, pad_prompts, slots_for
+from eagle_jax.decode.buckets import bucket, pad_prompts, require_memory, slots_for
 from eagle_jax.decode.build import build
 from eagle_jax.decode.generate import Work, generate
 from eagle_jax.decode.prefill import prepare, run_prefill
@@ -140,6 +140,8 @@ def cycles_ms(
   The least of several rounds, in each of which all forms run in turn: the speed of a shared machine drifts, and forms
   that were timed one after the other would differ by that.
   """
+  network = next(spec.target for _, spec in forms.values())
+  require_memory(network, batch, room(forms, num_prompt=num_prompt, max_new_tokens=NUM_CYCLES))
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
   length_B = np.full(batch, num_prompt, np.int32)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.decode.buckets import bucket, pad_prompts
+from eagle_jax.decode.buckets import bucket, pad_prompts, require_memory
 from eagle_jax.decode.prefill import STATIC, of_spec, run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import SHARED, DecodeState, Limits, Params, Spec
@@ -123,6 +123,7 @@ class Batcher:
     self._limits, self._sampling = jax.device_get((Limits.of(max_new_tokens, eos_ids), sampling))
     # A finished row, which has all tokens but the root in its cache, is still written to: the path of a step.
     self._num_slots = round_up_slots(bucket(max_prompt) + num_new + spec.max_path - 1)
+    require_memory(spec.target, batch_size, self._num_slots)
     self._static = of_spec(spec) | {'num_new': num_new}
     self.prefill_s = self.decode_s = self.compile_s = 0.0
 

@@ -1,8 +1,14 @@
 """Array sizes in buckets, so that a prompt of another length mostly finds its program compiled."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
 
+import jax
 import numpy as np
+
+from eagle_jax import device
+from eagle_jax.models.interface import TargetNetwork
 
 MIN_BUCKET = 16
 
@@ -47,3 +53,20 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.n
 def slots_for(num_prompt: int, num_new: int, max_path: int) -> int:
   """Count the cache slots that hold a prompt, new tokens and one path."""
   return bucket(num_prompt + num_new + max_path)
+
+
+def require_memory(target: TargetNetwork, batch: int, num_slots: int) -> None:
+  """Raise a ValueError if the target's cache alone is larger than the memory of all devices."""
+  needed, there = batch * _cache_bytes(cast(Hashable, target), num_slots), device.memory_bytes()
+  if there is not None and needed > there:
+    raise ValueError(
+      f'A batch of {batch} with {num_slots} cache slots a sequence takes {needed} bytes for the cache alone, and there '
+      f'are {there}. Decode fewer sequences together (batch_size), or lower max_new_tokens.'
+    )
+
+
+@functools.lru_cache
+def _cache_bytes(target: Any, num_slots: int) -> int:
+  """Return the bytes of one sequence's cache."""
+  cache = jax.eval_shape(lambda: target.init_cache(1, num_slots))
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.cache import fill
-from eagle_jax.decode.buckets import bucket, slots_for
+from eagle_jax.decode.buckets import bucket, require_memory, slots_for
 from eagle_jax.decode.commit import is_eos, take_nodes
 from eagle_jax.decode.request import at_least_one, integer_array, known_integers, require_valid_rows
 from eagle_jax.decode.state import DecodeState, Limits, Params, Spec, Static
@@ -90,6 +90,7 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
   limits = Limits.of(max_new_tokens, eos_ids)
   num_slots = slots_for(num_prompt, num_new, spec.max_path)
+  require_memory(spec.target, batch, num_slots)
   static = {'num_slots': num_slots, 'num_new': num_new} | of_spec(spec)
   return (params._replace(policy=()), tokens_BL, length_B, row_id_B, sampling, limits), static
 
