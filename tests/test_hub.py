@@ -21,21 +21,7 @@ from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.weights import fetch, folder, naming, rope
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
-from tiny_files import TINY, TINY_DRAFTER, byte_metadata, random_tensors, write_gguf
-
-HF_CONFIG = {
-  'model_type': 'llama',
-  'vocab_size': 11,
-  'hidden_size': 32,
-  'intermediate_size': 64,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
-  'num_hidden_layers': 2,
-  'max_position_embeddings': 128,
-  'rms_norm_eps': 1e-5,
-  'rope_theta': 5000.0,
-  'eos_token_id': [3, 4],
-}
+from tiny_files import HF_CONFIG, TINY, TINY_DRAFTER, byte_metadata, hf_folder, random_tensors, write_gguf
 
 
 @pytest.fixture
@@ -52,21 +38,6 @@ def target(gguf_path):
 def drafter():
   table = tensor_table(TINY_DRAFTER)
   return Drafter(TINY_DRAFTER, assemble(random_tensors(table).items(), table, jnp.float32))
-
-
-def hf_folder(path, content, *, num_shards=1):
-  path.mkdir()
-  (path / 'config.json').write_text(json.dumps(content))
-  tensors = list(random_tensors(naming.hf_table(TINY)).items())
-  if num_shards == 1:
-    write_safetensors(path / 'model.safetensors', dict(tensors))
-    return path
-  files = {f'model-{i}.safetensors': dict(tensors[i::num_shards]) for i in range(num_shards)}
-  for name, some in files.items():
-    write_safetensors(path / name, some)
-  weight_map = {tensor: name for name, some in files.items() for tensor in some}
-  (path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
-  return path
 
 
 def assert_same(a, b):

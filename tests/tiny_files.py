@@ -1,10 +1,13 @@
 """Weight files of networks so small that writing and reading one takes milliseconds."""
 
+import json
+
 import gguf
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.weights import naming
+from eagle_jax.weights.safetensors import write_safetensors
 
 TINY = TargetConfig(
   vocab_size=11, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64, max_context=128,
@@ -14,12 +17,42 @@ TINY_DRAFTER = DrafterConfig(
   vocab_size=11, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64, qkv_bias=True
 )  # fmt: skip
 
+HF_CONFIG = {
+  'model_type': 'llama',
+  'vocab_size': 11,
+  'hidden_size': 32,
+  'intermediate_size': 64,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'num_hidden_layers': 2,
+  'max_position_embeddings': 128,
+  'rms_norm_eps': 1e-5,
+  'rope_theta': 5000.0,
+  'eos_token_id': [3, 4],
+}
+
 
 def random_tensors(table: naming.Table, seed: int = 0) -> dict[str, np.ndarray]:
   """File name -> f32 array of the right shape, for those that must be there."""
   rng = np.random.default_rng(seed)
   names = [name for name in table.entries if name not in table.optional]
   return {name: rng.standard_normal(table.entries[name].shape, dtype=np.float32) for name in names}
+
+
+def hf_folder(path, content, *, num_shards=1):
+  """A Hugging Face folder without a tokenizer."""
+  path.mkdir()
+  (path / 'config.json').write_text(json.dumps(content))
+  tensors = list(random_tensors(naming.hf_table(TINY)).items())
+  if num_shards == 1:
+    write_safetensors(path / 'model.safetensors', dict(tensors))
+    return path
+  files = {f'model-{i}.safetensors': dict(tensors[i::num_shards]) for i in range(num_shards)}
+  for name, some in files.items():
+    write_safetensors(path / name, some)
+  weight_map = {tensor: name for name, some in files.items() for tensor in some}
+  (path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+  return path
 
 
 def byte_letters() -> list[str]:

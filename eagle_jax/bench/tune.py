@@ -180,7 +180,6 @@ def part_costs(
     contexts: tokens before the passes that are timed, ascending.
     progress: wraps what takes long, as tqdm does.
   """
-  dtype = str(target.dtype)
   mesh = mesh_of(target.params)
   measured, read_rates = [], [bytes_per_s()]
   for context in contexts:
@@ -189,11 +188,12 @@ def part_costs(
   return Parts(
     target=target.config.name,
     drafter=drafter.config.name,
-    dtype=dtype,
+    dtype=target.weights_name,
+    compute_dtype=str(target.dtype) if target.weights_dtype else None,
     batch=batch,
     times=tuple(measured),
     bytes_per_s=num_devices(mesh) * max(read_rates),
-    flops_per_s=num_devices(mesh) * flops_per_s(dtype),
+    flops_per_s=num_devices(mesh) * flops_per_s(str(target.dtype)),
     date=datetime.date.today().isoformat(),
     **ran_on(mesh),
   )

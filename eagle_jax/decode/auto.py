@@ -66,7 +66,7 @@ def resolve_policy(
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
   """Find what `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
-  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': str(target.dtype)}
+  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': target.weights_name}
   return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
 
 

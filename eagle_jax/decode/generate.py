@@ -46,7 +46,7 @@ class Generation:
   text: list[str] | None  # without special tokens; None without a tokenizer
   num_accepted: list[list[int]]  # by target pass: the drafted tokens emitted from it
   # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s (0 where
-  # there was no target pass), prefill_s, decode_s, compile_s, policy, chooser.
+  # there was no target pass), prefill_s, decode_s, compile_s, policy, chooser, weights (their dtype).
   stats: dict[str, Any]
 
 
@@ -136,7 +136,7 @@ class CheckedRequest(NamedTuple):
   batch_size: int  # prompts decoded together
   sampling: Sampling
   limits: dict[str, Any]  # max_new_tokens, row_ids, eos_ids
-  names: dict[str, str]  # of the policy and the chooser, for statistics
+  names: dict[str, str]  # of the policy, the chooser and the dtype of weights, for statistics
 
   def prepared(self) -> tuple[tuple, dict[str, Any]]:
     """Make the arguments of `run_prefill` for all prompts, padded in NumPy."""
@@ -160,7 +160,7 @@ def _check(
   if is_shared(mesh_of(target.params)):
     settings = options.limits(), options.sampling()
     require_same('The request', (ids, batch, settings, spec, jax.tree.structure(params), params.policy))
-  names = {'policy': resolved.policy.describe(), 'chooser': spec.chooser.name}
+  names = {'policy': resolved.policy.describe(), 'chooser': spec.chooser.name, 'weights': target.weights_name}
   return CheckedRequest(params, spec, ids, batch, Sampling.of(**options.sampling()), options.limits(), names)
 
 

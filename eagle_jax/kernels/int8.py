@@ -1,4 +1,9 @@
-"""Matrices in 8 bits, for drafters: the text is the target's whatever they draft, and a pass costs what it reads."""
+"""Matrices in 8 bits: a pass costs what it reads.
+
+A drafter's products may round the columns to 8 bits as well, since the text is the target's whatever is drafted. A
+target's never do: a rounding step would turn the 1e-7 by which passes of other shapes differ into 1e-2, and trees would
+part from plain decoding.
+"""
 
 import dataclasses
 import functools
@@ -54,7 +59,11 @@ def multiply(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Arr
   return dispatch(value_OI, x_IR, default=reference, cpu=in_bytes)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=['value', 'scale'], meta_fields=['dtype', 'num_parts'])
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=['value', 'scale'],
+  meta_fields=['dtype', 'num_parts', 'keeps_columns'],
+)
 @dataclasses.dataclass(frozen=True)
 class Quantised:
   """A matrix whose output o is `scale[o] * value[o]`, where outputs may stand in several dimensions."""
@@ -63,6 +72,7 @@ class Quantised:
   scale: jax.Array  # [...] f32
   dtype: Any  # of the matrix that it stands for, and of what it is multiplied with
   num_parts: int = 1  # of I, equal ones: what it is multiplied with joins so many vectors, large and small
+  keeps_columns: bool = False  # whether products must not round the columns, where that is faster
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -70,7 +80,19 @@ class Quantised:
 
   def times(self, x_IR: jax.Array) -> jax.Array:
     """Return [..., R] f32, the product with columns of `dtype`."""
+    if self.keeps_columns:
+      return reference(self.value, x_IR) * self.scale[..., None]
     return multiply(self.value, x_IR, num_parts=self.num_parts) * self.scale[..., None]
+
+  def take(self, index_R: jax.Array) -> jax.Array:
+    """Return the matrix's outputs at these indices, [R, I] of `dtype`, where outputs stand in one dimension."""
+    value_RI, scale_R = (jnp.take(x, index_R, axis=0, mode='clip') for x in (self.value, self.scale))
+    return (value_RI.astype(jnp.float32) * scale_R[:, None]).astype(self.dtype)
+
+
+def reads_bytes(platform: str) -> bool:
+  """Is a product of bytes and floats faster than one of floats on 'cpu', 'gpu' or 'tpu'? XLA:CPU runs a naive loop."""
+  return platform != 'cpu'
 
 
 @functools.partial(jax.jit, static_argnames='num_parts')

@@ -18,6 +18,12 @@ from eagle_jax.kernels.ordering import compute_once
 from eagle_jax.sharding import constrain
 
 
+def held(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+  """Return a parameter of a module: an array of this shape, or a `Quantised` matrix that stands for one."""
+  given = module.get_variable('params', name) if module.has_variable('params', name) else None
+  return given if isinstance(given, Quantised) else module.param(name, init, shape, dtype)
+
+
 class Linear(nn.Module):
   """y_OR = W_OI x_IR (+ b_O), where O may be several dimensions: products of one input, read and made as one."""
 
@@ -27,7 +33,7 @@ class Linear(nn.Module):
   @nn.compact
   def __call__(self, x_IR: jax.Array) -> jax.Array:
     init = nn.initializers.lecun_normal(in_axis=-1, out_axis=range(len(self.outputs)))
-    weight_OI = self.param('weight', init, (*self.outputs, x_IR.shape[0]), x_IR.dtype)
+    weight_OI = held(self, 'weight', init, (*self.outputs, x_IR.shape[0]), x_IR.dtype)
     y_OR = weight_OI.times(x_IR).astype(x_IR.dtype) if isinstance(weight_OI, Quantised) else matmul(weight_OI, x_IR)
     if self.use_bias:
       y_OR += self.param('bias', nn.initializers.zeros, self.outputs, x_IR.dtype)[..., None]
@@ -42,14 +48,16 @@ class Embedding(nn.Module):
   dtype: Any = jnp.float32
 
   def setup(self):
-    self.weight = self.param('weight', nn.initializers.normal(0.02), (self.vocab_size, self.width), self.dtype)
+    self.weight = held(self, 'weight', nn.initializers.normal(0.02), (self.vocab_size, self.width), self.dtype)
 
   def __call__(self, token_R: jax.Array) -> jax.Array:
-    return embed(self.weight, token_R)
+    return embed(self.weight, token_R).astype(self.dtype)
 
 
-def embed(weight_VD: jax.Array, token_R: jax.Array) -> jax.Array:
+def embed(weight_VD: jax.Array | Quantised, token_R: jax.Array) -> jax.Array:
   """Return [D, R]. For an id outside the vocabulary (an unused tree node) it is some vector, which nobody uses."""
+  if isinstance(weight_VD, Quantised):
+    return weight_VD.take(token_R).T
   return jnp.take(weight_VD, token_R, axis=0, mode='clip').T
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import TargetConfig
-from eagle_jax.models.layers import CachedAttention, DecoderLayer, Embedding, RMSNorm, Rotation, apply_head
+from eagle_jax.models.layers import CachedAttention, DecoderLayer, Embedding, RMSNorm, Rotation, apply_head, embed
 from eagle_jax.sharding import mesh_of, param_sharding, put
 
 
@@ -21,11 +21,17 @@ class Target:
   config: TargetConfig
   params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
   tokenizer: Any = None  # a `text.Tokenizer`, or None: then prompts are token ids
+  weights_dtype: str | None = None  # 'int8' where matrices were rounded, whatever they are held as; None: as `dtype`
 
   @property
   def dtype(self) -> Any:
     """Of parameters and caches."""
     return self.params['embed']['weight'].dtype
+
+  @property
+  def weights_name(self) -> str:
+    """What its matrices are, for statistics and stored costs."""
+    return self.weights_dtype or str(self.dtype)
 
   @property
   def network(self) -> 'TransformerTarget':
@@ -38,8 +44,8 @@ class Target:
     return self.params.get('head', self.params['embed'])['weight']
 
   def head_of(self, ids_U: Any) -> jax.Array:
-    """Return [U, D], a copy of the head's weights for these ids, which lies on a mesh as a head does."""
-    head_UD, mesh = jnp.take(self.head_VD, ids_U, axis=0, mode='clip'), mesh_of(self.params)
+    """Copy the head of these ids, [U, D] of floats; on a mesh it lies as a head does."""
+    head_UD, mesh = embed(self.head_VD, jnp.asarray(ids_U)).T, mesh_of(self.params)
     return head_UD if mesh is None else put(head_UD, param_sharding(['head', 'weight'], head_UD.shape, mesh))
 
 

@@ -82,13 +82,19 @@ class Parts:
   device: str  # see `device.device_name`
   target: str
   drafter: str
-  dtype: str
+  dtype: str  # of the target's weights: 'int8' where they were rounded, whatever they are held as
   batch: int
   times: tuple[Times, ...]  # by the size of the cache, ascending
   bytes_per_s: float  # of all devices together, from what one was measured to do; so the next
   flops_per_s: float
   versions: dict[str, str]
   date: str
+  compute_dtype: str | None = dataclasses.field(default=None, kw_only=True)  # of activations; None: as `dtype`
+
+  @property
+  def floats(self) -> str:
+    """The dtype of activations and caches."""
+    return self.compute_dtype or self.dtype
 
   def floor_ms(self, num_bytes: Bytes, num_rows: int) -> float:
     """What no pass over `num_rows` rows a batch row can go below.
@@ -96,7 +102,7 @@ class Parts:
     That is its bytes at the measured bandwidth, or its FLOPs at the measured rate: the longer. They are at least two a
     row for each weight, and for each number in the cache of its own batch row.
     """
-    num_products = (num_bytes.weights * self.batch + num_bytes.cache) * num_rows / jnp.dtype(self.dtype).itemsize
+    num_products = (num_bytes.weights * self.batch + num_bytes.cache) * num_rows / jnp.dtype(self.floats).itemsize
     return 1000 * max(sum(num_bytes) / self.bytes_per_s, 2 * num_products / self.flops_per_s)
 
 
@@ -300,6 +306,6 @@ def table(parts: Parts) -> str:
     lines += [f'| {one.policy.describe()}, modelled | {one.tau:.2f} | {one.tok_per_s:.1f} |' for one in parts.modelled]
     lines += ['', '| draft vocabulary | bits | coverage | tau of a chain of 3 | cycle, ms |', '|---|---|---|---|---|']
     for v in parts.vocabularies:
-      bits = 8 if v.is_quantised else 8 * jnp.dtype(parts.dtype).itemsize
+      bits = 8 if v.is_quantised else 8 * jnp.dtype(parts.floats).itemsize
       lines.append(f'| {v.num_ids} | {bits} | {v.coverage:.1%} | {v.tau:.2f} | {v.cycle_ms:.2f} |')
   return '\n'.join(lines)

@@ -1,7 +1,7 @@
 """Named tensors of a file <-> our nested dict of parameters, by a table from `naming`."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ def assemble(
   *,
   mesh: Mesh | None = None,
   source: str = 'weights',
+  place: Callable[[tuple[str, ...], np.ndarray], Any] | None = None,
 ) -> dict[str, Any]:
   """Builds the parameter tree from named tensors, taking them one at a time.
 
@@ -42,6 +43,7 @@ def assemble(
     dtype: of the resulting arrays, where the table does not say another: float32, bfloat16 or float16.
     mesh: takes each array in its own shards, see `sharding.param_sharding`; None means the default device.
     source: what to call the file in an error.
+    place: (path, array) -> what is held of a parameter; None: the array, placed by `sharding.placed`.
 
   Returns:
     Nested dict with `jax.Array` leaves of `dtype`.
@@ -69,7 +71,7 @@ def assemble(
         value = _with_other_parts(value, entry, begun)
         parts_left[entry.path] -= 1
         if not parts_left[entry.path]:
-          _insert(params, entry.path, placed(value, entry.path, mesh))
+          _insert(params, entry.path, place(entry.path, value) if place else placed(value, entry.path, mesh))
           begun.pop(entry.path, None)
       else:
         fault = f'{name}: holds NaN or infinite values as {dtype.name}'

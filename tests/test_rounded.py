@@ -1,0 +1,122 @@
+"""Targets in 8 bits: another model, decoded just as exactly; the same numbers however they are held."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import decode, hub
+from eagle_jax.kernels.int8 import Quantised
+from eagle_jax.models import rounded
+from eagle_jax.policy.trees import Chain, DynamicTree
+from eagle_jax.sharding import make_mesh
+from tiny_files import HF_CONFIG, hf_folder
+
+PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44]]
+NUM_NEW = 24
+
+
+@pytest.fixture(params=[False, True], ids=['held as floats', 'held as bytes'])
+def is_bytes(request, monkeypatch):
+  """What an accelerator does, too: products of bytes and floats."""
+  monkeypatch.setattr(rounded, 'reads_bytes', lambda platform: request.param)
+  return request.param
+
+
+def matrices(params) -> dict[str, object]:
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Quantised))
+  return {'/'.join(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def test_a_matrix_is_rounded_to_half_a_step():
+  matrix = np.random.default_rng(0).standard_normal((2, 3, 50)).astype(np.float32)
+  matrix[1, 1] = 0
+  value, scale = rounded.round_matrix(matrix)
+  assert (np.abs(value).max(axis=-1) == np.where(np.arange(6).reshape(2, 3) == 4, 0, 127)).all()
+  assert (np.abs(value * scale[..., None] - matrix) <= scale[..., None] / 2 * (1 + 1e-5)).all()
+
+
+def test_rounding_in_blocks_is_rounding_at_once(monkeypatch):
+  matrix = np.random.default_rng(0).standard_normal((7, 30)).astype(np.float32)
+  whole = rounded.round_matrix(matrix)
+  monkeypatch.setattr(rounded, 'BLOCK', 61)
+  for x, y in zip(rounded.round_matrix(matrix), whole, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_what_is_rounded(is_bytes, tied):
+  target = rounded.rounded_target(tiny.target(dataclasses.replace(tiny.TARGET, tied_head=tied)))
+  assert (target.weights_name, target.dtype, target.config.tied_head) == ('int8', jnp.float32, False)
+  held = matrices(target.params)
+  for path, leaf in held.items():
+    assert isinstance(leaf, Quantised) == (is_bytes and path.endswith('/weight') and not path.startswith('embed'))
+  assert 'head/weight' in held
+
+
+@pytest.mark.parametrize('policy', [Chain(3), DynamicTree(3, 3, 3, 8)], ids=lambda p: p.describe())
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_a_rounded_target_decodes_its_own_text(is_bytes, policy, temperature):
+  target = rounded.rounded_target(tiny.target())
+  how = {'max_new_tokens': NUM_NEW, 'temperature': temperature, 'eos_ids': ()}
+  plain = decode.generate(target, None, PROMPTS, **how)
+  out = decode.generate(target, tiny.drafter(), PROMPTS, policy=policy, **how)
+  assert out.tokens == plain.tokens
+  assert out.stats['weights'] == 'int8'
+  few = tiny.drafter().first_ids(40).quantised()
+  assert decode.generate(target, few, PROMPTS, policy=policy, **how).tokens == plain.tokens
+
+
+def test_both_ways_of_holding_are_one_model(monkeypatch):
+  logits = []
+  for is_bytes in (False, True):
+    monkeypatch.setattr(rounded, 'reads_bytes', lambda platform, held=is_bytes: held)
+    target = rounded.rounded_target(tiny.target())
+    network = target.network
+    taps = network.read(target.params, jnp.asarray([PROMPTS[1]]))
+    logits.append(network.logits(target.params, taps))
+  np.testing.assert_allclose(*logits, atol=1e-4)
+  exact = tiny.target()
+  taps = exact.network.read(exact.params, jnp.asarray([PROMPTS[1]]))
+  error = np.abs(logits[0] - exact.network.logits(exact.params, taps)).max()
+  assert 1e-4 < error < 0.5  # another model, and a near one
+
+
+def test_a_folder_loads_as_it_is_rounded_afterwards(is_bytes, tmp_path):
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG)
+  loaded, after = hub.load_target(path, dtype='int8'), rounded.rounded_target(hub.load_target(path))
+  assert loaded.config == after.config
+  assert jax.tree.structure(loaded.params) == jax.tree.structure(after.params)
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, after.params)
+
+
+@pytest.mark.parametrize('compute_dtype', ['bfloat16', 'float16'])
+def test_activations_may_have_16_bits(is_bytes, tmp_path, compute_dtype):
+  target = hub.load_target(hf_folder(tmp_path / 'tiny', HF_CONFIG), dtype='int8', compute_dtype=compute_dtype)
+  assert (str(target.dtype), target.weights_name) == (compute_dtype, 'int8')
+  assert len(decode.generate(target, None, [[1, 2]], max_new_tokens=4, eos_ids=()).tokens[0]) == 4
+
+
+def test_a_mesh_splits_bytes_as_it_splits_floats(monkeypatch):
+  monkeypatch.setattr(rounded, 'reads_bytes', lambda platform: True)
+  plain = decode.generate(rounded.rounded_target(tiny.target()), None, PROMPTS, max_new_tokens=NUM_NEW, eos_ids=())
+  mesh = make_mesh(jax.devices()[:1])
+  target = tiny.target()
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  target = dataclasses.replace(target, params=jax.device_put(target.params, place))
+  target = rounded.rounded_target(target)
+  assert target.params['head']['weight'].value.sharding.mesh == mesh
+  assert decode.generate(target, None, PROMPTS, max_new_tokens=NUM_NEW, eos_ids=()).tokens == plain.tokens
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'compute_dtype', 'named'),
+  [('int8', 'int8', 'int8'), ('int8', 'int32', 'int32'), ('float32', 'bfloat16', 'bfloat16'), ('int7', None, 'int7')],
+)
+def test_bad_dtypes(tmp_path, dtype, compute_dtype, named):
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG)
+  with pytest.raises(ValueError, match=named):
+    hub.load_target(path, dtype=dtype, compute_dtype=compute_dtype)
