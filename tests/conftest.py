@@ -10,7 +10,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-import quick  # noqa: F401 as a setting
+import quick
 
 MAX_MAPS = 30_000
 
@@ -47,6 +47,17 @@ def no_compilation_cache():
   yield
   jax.config.update('jax_compilation_cache_dir', before)
   compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def one_form(request):
+  """Traces an operation's form for CPUs alone. With the users' flags all forms are traced, as for described devices."""
+  markers = {mark.name for mark in request.node.iter_markers()}
+  is_quick = os.environ.get('XLA_FLAGS') == quick.FLAGS and jax.default_backend() == 'cpu'
+  with pytest.MonkeyPatch.context() as patch:
+    if is_quick and not markers & {'optimised', 'tpu_aot', 'gpu_aot'}:
+      patch.setattr(jax.lax, 'platform_dependent', quick.cpu_form)
+    yield
 
 
 @pytest.fixture(autouse=True, scope='module')

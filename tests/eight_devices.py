@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 
-import quick  # noqa: F401 as a setting
+import quick
 from eagle_jax import decode, hub
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from eagle_jax.decode import batching
@@ -164,6 +164,7 @@ def refilled(*args, **how) -> tuple[decode.Generation, list[int]]:
 
 
 def main() -> None:
+  quick.trace_one_form()
   jax.config.update('jax_num_cpu_devices', 8)
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]

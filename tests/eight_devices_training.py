@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import quick  # noqa: F401 as a setting
+import quick
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.evaluate.example import Example
@@ -73,6 +73,7 @@ def trained_on(mesh, folder: Path) -> list[dict[str, float]]:
 
 
 def main() -> None:
+  quick.trace_one_form()
   jax.config.update('jax_num_cpu_devices', 8)
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **about: COMPILED.append(about.get('fun_name')) if 'backend_compile' in event else None

@@ -6,17 +6,33 @@ Imported by `conftest.py` and by the scripts that tests run in processes of thei
 import gc
 import importlib.metadata
 import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 # Programs that compile in half the time and run slower. Workers use the cores already: a program that is split for
 # several threads only takes more memory maps. XLA dies of a flag that it does not know, and these are of certain
 # releases. XLA_FLAGS that are set, if only to nothing, stand instead.
+FLAGS = (
+  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
+  ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+)
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
-  os.environ.setdefault(
-    'XLA_FLAGS',
-    '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
-    ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1',
-  )
+  os.environ.setdefault('XLA_FLAGS', FLAGS)
 
 # Tracing makes many objects that stay. By its own thresholds, Python's collector spends a fifth of the suite's time on
 # looking through them again.
 gc.set_threshold(100_000, 20, 50)
+
+
+def cpu_form(*arrays: Any, default: Callable | None = None, **forms: Callable) -> Any:
+  """`jax.lax.platform_dependent` of a process that compiles for CPUs alone: traces the one form that JAX would keep of
+  all when the program is lowered, in half the time."""
+  return forms.get('cpu', default)(*arrays)
+
+
+def trace_one_form() -> None:
+  """For scripts that run on CPUs; with flags other than those above, all forms are traced."""
+  if os.environ.get('XLA_FLAGS') == FLAGS:
+    jax.lax.platform_dependent = cpu_form

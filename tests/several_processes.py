@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import quick  # noqa: F401 as a setting
+import quick
 from eagle_jax import decode, processes
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
@@ -74,6 +74,7 @@ def refused(target: Target) -> str:
 
 
 def main(folder: Path, cluster: str | None = None) -> None:
+  quick.trace_one_form()
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', 2 if cluster else 4)
   if cluster:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-import quick  # noqa: F401 as a setting
+import quick
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.train.conversations import Conversation
@@ -26,6 +26,7 @@ RECIPE = Recipe(num_steps=200, num_rows=2, num_places=64, chunk_places=32, objec
 
 
 def main() -> None:
+  quick.trace_one_form()
   parser = argparse.ArgumentParser()
   parser.add_argument('--out', type=Path, required=True)
   out = parser.parse_args().out
