@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import quick
 
-MAX_MAPS = 30_000
+MAX_MAPS = 12_000
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_numpy_dtype_promotion', 'strict')

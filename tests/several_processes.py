@@ -26,7 +26,7 @@ from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data, make_shards, read_shard
 from eagle_jax.train.step import Objective, Recipe
-from test_conversations import TOY
+from tiny_chat import TOY
 
 SIZES = {'vocab_size': 31, 'width': 16, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 32}
 TARGET = TargetConfig(**SIZES, num_layers=1, max_context=128, eos_ids=(0,))

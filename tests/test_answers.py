@@ -20,7 +20,7 @@ from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.train.answers import Answerer, synthesize
 from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.shards import Data, make_conversations, make_shards, read_shard, write_shard
-from test_conversations import TOY, Toy, spoken
+from tiny_chat import TOY, Toy, spoken
 
 CONFIG = TargetConfig(
   vocab_size=31, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_width=32, max_context=128,
@@ -297,7 +297,8 @@ def test_without_any_data(target, tmp_path):
   assert 0 < again.total() < refused.total()  # those of one part alone
   lazily = make_conversations(target, tmp_path / 'b', data, collections.Counter())
   examples = shards(target, tmp_path / 'b', data, lazily)
-  for example, conversation in zip(examples, asked, strict=False):
+  assert 0 < len(examples) < len(asked)
+  for example, conversation in zip(examples, asked[: len(examples)], strict=True):
     assert spoken(example)[0].startswith(f'U{conversation.users[0]}.\nA')
   assert len(list((tmp_path / 'b').glob('prompts_*'))) < 8
 

@@ -26,7 +26,7 @@ from eagle_jax.evaluate.trace import Nodes
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sampling import Sampling, position_noise
-from test_conversations import TOY
+from tiny_chat import TOY
 from tiny_training import SIZES
 
 POLICY = DynamicTree(3, 3, 2, 6)

@@ -16,8 +16,8 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain
-from test_cost import COSTS
-from test_decode import compile_events
+from listen import compile_events
+from tiny_costs import COSTS
 
 VOCAB = 12  # so few that a random drafter is right now and then
 EAGLE3 = Eagle3Config(
@@ -60,7 +60,7 @@ def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, pol
   how = {'max_new_tokens': NUM_NEW, 'policy': policy, 'costs': costs, **SAMPLINGS[sampling]}
   whole = decode.generate(target, DRAFTER, prompts, **how)
   assert len({len(tokens) for tokens in whole.tokens}) > 2  # they end at different steps
-  assert sum(map(sum, whole.num_accepted)) > 3 or policy.num_nodes < 8
+  assert (sum(map(sum, whole.num_accepted)) >= 3) == (policy != Plain())
   for batch_size in (1, 3):
     out = decode.generate(target, DRAFTER, prompts, batch_size=batch_size, **how)
     if isinstance(policy, Adaptive):  # a batch weighs costs as its rows do in the mean, so its trees are its own

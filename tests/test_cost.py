@@ -26,31 +26,10 @@ from eagle_jax.evaluate.trace import Nodes, Traced, trace
 from eagle_jax.policy import cost_store
 from eagle_jax.policy import costs as cost
 from eagle_jax.policy.adaptive import Adaptive
-from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary, between, times_of_rows
+from eagle_jax.policy.costs import Bytes, Rate, Vocabulary, between, times_of_rows
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain
 from eagle_jax.sharding import make_mesh
-
-SHORT = Times(
-  num_slots=100, verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
-  whole_ms={'chain(max_depth=3)': 18.0}, target_bytes=Bytes(3000, 1000), drafter_bytes=Bytes(400, 0),
-)  # fmt: skip
-LONG = dataclasses.replace(SHORT, num_slots=300, verify_ms={1: 12.0, 2: 15.0, 4: 21.0, 8: 33.0}, draft_ms={1: 4.0})
-COSTS = Costs(
-  device='x', target='target', drafter='drafter', dtype='float32', batch=1, times=(SHORT, LONG),
-  bytes_per_s=1e6, flops_per_s=2e6,
-  policies=(
-    Rate('adaptive', {'width': 2, 'fanout': 2, 'max_depth': 3, 'num_nodes': 6, 'smaller': [1, 2]}, 200.0, 2.5),
-    Rate('plain', {}, 100.0, 1.0),
-  ),
-  calibrations=(
-    Calibration(0.0, (-3.0, 0.0), (0.1, 0.9), (0.6, 0.5)), Calibration(1.0, (-4.0, -1.0), (0.0, 0.6), (0.4,)),
-  ), versions={}, date='2026-01-01',
-  modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0), Rate('plain', {}, 100.0, 1.0)), num_ids=97,
-  is_quantised=False,
-  vocabularies=(Vocabulary(64, True, 0.75, 2.0, 17.0),),
-)  # fmt: skip
-
-PARTS = Parts(**{field.name: getattr(COSTS, field.name) for field in dataclasses.fields(Parts)})
+from tiny_costs import COSTS, LONG, PARTS, SHORT
 
 
 @pytest.fixture
@@ -238,10 +217,13 @@ def test_parts_alone_are_stored_apart(here):
   assert '| whole cycle, chain(max_depth=3) | 18.00 | 1.80 | |' in cost.table(PARTS)
 
 
-def test_what_the_device_can_do_is_plausible(monkeypatch):
-  monkeypatch.setattr(device, '_TRIES', 1)
-  assert 1e8 < device.flops_per_s('float32') < 1e16
-  assert 1e8 < device.bytes_per_s() < 1e14
+def test_what_the_device_can_do_is_work_over_the_least_time(monkeypatch):
+  monkeypatch.setattr(device, '_TRIES', 3)
+  monkeypatch.setattr(device.jax, 'default_backend', lambda: 'cpu')
+  for rate, work in ((lambda: device.flops_per_s.__wrapped__('float32'), 2 * 1024**3), (device.bytes_per_s, 4 * 2**27)):
+    clock = types.SimpleNamespace(perf_counter=iter([0, 4, 10, 10.5, 20, 22]).__next__)  # tries of 4, 0.5 and 2 seconds
+    monkeypatch.setattr(device, 'time', clock)
+    assert rate() == work / 0.5
 
 
 def test_a_random_pair_decodes():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
+import tiny_twin
 from eagle_jax import decode, hub
 from eagle_jax.config import Eagle3Config
 from eagle_jax.decode import auto
@@ -18,9 +19,8 @@ from eagle_jax.kernels.int8 import reference as multiply
 from eagle_jax.policy import cost_store
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.train.loop import train
-from test_acceptance import NUM_NEW, PROMPTS, drafter_of
-from test_acceptance import target as one_layer  # noqa: F401  a fixture
-from test_cost import COSTS
+from tiny_costs import COSTS
+from tiny_twin import NUM_NEW, PROMPTS
 
 TREE = DynamicTree(3, 3, 3, 8)
 
@@ -104,8 +104,9 @@ def test_all_that_a_draft_pass_multiplies_is_in_bytes():
 
 
 @pytest.mark.parametrize('policy', [Chain(4), DynamicTree(4, 4, 5, 16)], ids=lambda p: p.describe())
-def test_it_accepts_about_as_much(one_layer, policy):  # noqa: F811
-  drafter = drafter_of(one_layer, noise=0.1)
+def test_it_accepts_about_as_much(policy):
+  one_layer = tiny_twin.target()
+  drafter = tiny_twin.drafter_of(one_layer, noise=0.1)
   passes = [
     decode.generate(one_layer, each, PROMPTS, max_new_tokens=NUM_NEW, policy=policy).stats['num_target_passes']
     for each in (drafter, drafter.quantised())
