@@ -17,7 +17,7 @@ from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.policy.trees import DynamicTree
-from eagle_jax.weights.safetensors import read_safetensors
+from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 
 TARGET = dataclasses.replace(tiny.TARGET, num_layers=6)
 EAGLE3 = Eagle3Config(
@@ -229,3 +229,163 @@ def test_a_layout_without_a_kind_says_so():
   name = 'a kind of another day'
   with pytest.raises(ValueError, match=name):
     export.written(name, kinds.Table({}), EAGLE3, {}, TARGET, None, 'sglang')
+
+
+def head(width, ffn, num_heads, kv_heads, head_dim, vocab, num_ids, **more):
+  """What SpecForge, AngelSlim and others write for every head."""
+  return {
+    'architectures': ['LlamaForCausalLMEagle3'], 'attention_bias': False, 'attention_dropout': 0.0, 'bos_token_id': 1,
+    'eos_token_id': [2, 3], 'pad_token_id': 0, 'head_dim': head_dim, 'hidden_act': 'silu', 'hidden_size': width,
+    'initializer_range': 0.02, 'intermediate_size': ffn, 'max_position_embeddings': 40_960, 'model_type': 'llama',
+    'num_attention_heads': num_heads, 'num_hidden_layers': 1, 'num_key_value_heads': kv_heads, 'rms_norm_eps': 1e-6,
+    'rope_scaling': None, 'tie_word_embeddings': False, 'torch_dtype': 'bfloat16', 'transformers_version': '4.53.2',
+    'use_cache': True, 'vocab_size': vocab, 'draft_vocab_size': num_ids,
+  } | more  # fmt: skip
+
+
+def of_speculators(version, layer, num_ids, **more):
+  kept = {key: layer[key] for key in layer if key not in ('architectures', 'draft_vocab_size', 'torch_dtype')}
+  return {
+    'architectures': ['Eagle3DraftModel'], 'auto_map': {'': 'config.Eagle3SpeculatorConfig'}, 'dtype': 'bfloat16',
+    'base_model_ep_plan': None, 'has_no_defaults_at_init': False, 'draft_vocab_size': num_ids,
+    'eagle_aux_hidden_state_layer_ids': None, 'embed_requires_grad': False, 'norm_before_residual': True,
+    'speculators_config': {'algorithm': 'eagle3', 'default_proposal_method': 'greedy'},
+    'speculators_model_type': 'eagle3', 'speculators_version': version, 'target_hidden_size': None,
+    'transformer_layer_config': kept, 'transformers_version': '4.57.6',
+  } | more  # fmt: skip
+
+
+def ids(*layers, **more):
+  return {'eagle_config': {'eagle_aux_hidden_state_layer_ids': [*layers]} | more}
+
+
+MO = {
+  'use_aux_hidden_state': True, 'use_input_layernorm_in_first_layer': True, 'use_last_layernorm': True,
+  'use_mtp_layernorm': False, 'next_layer_regular': True, 'parallel_draft_step': 1,
+  'parallel_draft_heads_num_layers': None,
+}  # fmt: skip
+YARN_OF_GPT_OSS = {
+  'rope_type': 'yarn', 'factor': 32.0, 'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': False,
+  'original_max_position_embeddings': 4096,
+}  # fmt: skip
+MROPE = {'mrope_interleaved': True, 'mrope_section': [24, 20, 20]}
+NO_WINDOW = {'max_window_layers': 48, 'sliding_window': None, 'use_sliding_window': False}
+LLAMA3 = {
+  'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 8192,
+}  # fmt: skip
+
+# Whose head -> its config.json, how its layer is called, layers of the target, and what is read.
+CONFIGS = {
+  'danielhanchen/EAGLE-llama2-chat-7B': (
+    {'model_type': 'eagle', 'model': published(4096, 11_008, 32, 32, 32_000), 'truncated_vocab_size': 32_000},
+    'layers.0', 32, {'fc_bias': True, 'rope_theta': 10_000.0},
+  ),
+  'yuhuili/EAGLE-Vicuna-13B-v1.3': (
+    published(5120, 13_824, 40, None, 32_000), 'layers.0', 40, {'num_kv_heads': 40, 'head_dim': 128},
+  ),
+  'nm-testing/EAGLE3-LLaMA3.1-Instruct-8B-converted': (
+    of_speculators('0.1.0.dev14', head(4096, 14_336, 32, 8, 128, 128_256, 32_000), 32_000, norm_before_residual=False),
+    'layers.0', 32, {'norm_before_residual': False, 'taps': None},
+  ),
+  'inference-optimization/Mistral3_speculator_dummy': (
+    of_speculators('0.5.0.dev5', head(7168, 14_336, 32, 8, 192, 131_072, 32_000), 32_000, norm_before_fc=False),
+    'layers.0', 40, {'head_dim': 192, 'norm_before_residual': True, 'norm_before_fc': False},
+  ),
+  'RedHatAI/gpt-oss-20b-speculator.eagle3': (
+    of_speculators('0.5.0', head(2880, 2880, 64, 8, 64, 201_088, 64_000), 64_000, norm_before_fc=True),
+    'layers.0', 24, {'draft_vocab_size': 64_000, 'norm_before_fc': True, 'num_kv_heads': 8},
+  ),
+  'what speculators 0.9 writes': (
+    of_speculators(
+      '0.9.0', head(4096, 12_288, 32, 8, 128, 151_936, 32_000, model_type='qwen3', layer_types=['sliding_attention'],
+                    sliding_window=2048, use_sliding_window=True, mlp_bias=False),
+      32_000, norm_before_fc=True, fc_norm=False, norm_output=True,
+    ),
+    'layers.0', 36, {'qk_norm': True, 'window': 2048, 'norm_output': True, 'norm_before_fc': True},
+  ),
+  'nebius/EAGLE3-gpt-oss-20b': (
+    head(2880, 11_520, 64, 8, 64, 201_088, 64_000, truncated_vocab_size=64_000, architectures=['LlamaForCausalLM'],
+         rope_theta=150_000, rope_scaling=YARN_OF_GPT_OSS),
+    'midlayer', 24, {'rope_theta': 150_000.0, 'rope_factor': pytest.approx(1.3466, abs=1e-4)},
+  ),
+  'nvidia/gpt-oss-120b-Eagle3-v3': (
+    head(2880, 17_280, 64, 8, 64, 201_088, 201_088, mlp_bias=False, pretraining_tp=1, norm_before_fc=True)
+    | ids(24, 30, 36, **MO), 'layers.0', 36, {'taps': (24, 30, 36), 'draft_vocab_size': None, 'norm_before_fc': True},
+  ),
+  'AQ-MedAI/Kimi-K2-Instruct-eagle3': (
+    head(7168, 18_432, 64, 64, 128, 163_840, 32_000, model_type='kimi_k2', rope_theta=1e6, **NO_WINDOW)
+    | ids(2, 30, 58, use_aux_hidden_state=True), 'midlayer', 61, {'taps': (2, 30, 58)},
+  ),
+  'zjxia/step-3.5-flash-eagle3-SpecForge-draft': (
+    head(4096, 11_264, 64, 8, 64, 128_896, 32_000) | ids(4, 20, 40), 'midlayer', 45, {'taps': (5, 21, 41)},
+  ),
+  'AvitoTech/avibe-eagle': (
+    head(4096, 12_288, 32, 8, 128, 116_394, 32_000, num_hidden_layers=36, rope_theta=1e6), 'midlayer', 36, {},
+  ),
+  'lukeysong/llama3-draft': (
+    head(4096, 14_336, 32, 8, 128, 128_256, 128_256, rope_scaling=LLAMA3), 'midlayer', 32,
+    {'draft_vocab_size': None, 'rope_theta': 10_000.0},
+  ),
+  'SpecForge gpt-oss-120B': (
+    head(2880, 17_280, 64, 8, 64, 201_088, 32_000) | ids(1, 17, 33), 'midlayer', 36, {'taps': (2, 18, 34)},
+  ),
+  'SpecForge qwen3-30B-A3B, EAGLE-3.1': (
+    head(2048, 12_288, 32, 4, 128, 151_936, 32_000, fc_norm=True, norm_output=True, rope_theta=1e6, **NO_WINDOW),
+    'midlayer', 48, {'fc_norm': True, 'norm_output': True, 'taps': None},
+  ),
+  'SpecForge gemma3-27b': (
+    head(5376, 21_504, 32, 16, 128, 262_208, 262_208, sliding_window=512, use_sliding_window=False, additional_fc=False,
+         target_model_type='gemma3_text', reuse_target_lm_head=True, rope_theta=1_000_000) | ids(1, 29, 61),
+    'midlayer', 62, {'draft_vocab_size': None, 'taps': (2, 30, 62), 'window': None},
+  ),
+  'SpecForge phi4-mini': (
+    head(3072, 8192, 24, 8, None, 200_064, 32_000, model_type='phi3', tie_word_embeddings=True, rope_theta=10_000.0),
+    'midlayer', 32, {'head_dim': 128},
+  ),
+  'SpecForge qwen3-vl-30b-a3b': (
+    head(2048, 6144, 32, 4, 128, 151_936, 32_000, rope_scaling=MROPE, rope_theta=5_000_000, dtype='bfloat16',
+         max_window_layers=None, target_model_type='qwen3_vl_moe', pretraining_tp=1),
+    'midlayer', 48, {'rope_slowdown': (), 'rope_theta': 5e6},
+  ),
+  'AngelSlim qwen3-vl-4b': (
+    head(2560, 9728, 32, 8, 128, 151_936, 32_000, architectures=['Eagle3LlamaForCausalLM'], rope_theta=5_000_000,
+         rope_scaling={'type': 'default', 'rope_type': 'default'} | MROPE, tie_word_embeddings=True, modal_type='VLM',
+         image_token_id=151_655, video_token_id=151_656, vision_start_token_id=151_652, vision_end_token_id=151_653),
+    'midlayer', 36, {'taps': None, 'rope_slowdown': ()},
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_published_configs(tmp_path, name):
+  content, layer, num_layers, expected = CONFIGS[name]
+  write_safetensors(tmp_path / 'model.safetensors', {f'{layer}.post_attention_layernorm.weight': np.ones(1)})
+  target = dataclasses.replace(TARGET, num_layers=num_layers)
+  config = kinds.read_drafter_config(tmp_path, content, target)
+  assert {key: getattr(config, key) for key in expected} == expected
+  table = kinds.tensor_table(config)
+  if isinstance(config, Eagle3Config):
+    assert table.entries['fc.weight'].shape == (config.width, config.num_taps * config.width)
+    assert table.entries['layers.0.self_attn.q_proj.weight'].shape == (
+      config.num_heads * config.head_dim, 2 * config.width,
+    )  # fmt: skip
+    assert ('input_norm.weight' in table.entries) == config.norm_before_fc
+
+
+@pytest.mark.parametrize(
+  ('content', 'named'),
+  [
+    (head(2880, 17_280, 64, 8, 64, 201_088, 32_000, architectures=['GptOssForCausalLMEagle3']), 'GptOssForCausalLM'),
+    (head(7168, 18_432, 64, 64, 128, 163_840, 32_000, architectures=['Eagle3DeepseekV2ForCausalLM']), 'DeepseekV2'),
+    (published(5120, 17_408, 32, 8, 248_320, architectures=['DFlashDraftModel'], block_size=16), 'DFlashDraftModel'),
+    ({'speculators_model_type': 'dflash', 'architectures': ['DFlashDraftModel']}, "'dflash'"),
+    (
+      published(4096, 12_288, 32, 8, 151_936, architectures=['Qwen3Eagle3Model'], target_layer_ids=[1, 9]),
+      'Qwen3Eagle3',
+    ),
+  ],
+)
+def test_published_drafters_of_other_kinds_are_refused_by_name(tmp_path, content, named):
+  with pytest.raises(ValueError, match=named):
+    kinds.read_drafter_config(tmp_path, content, TARGET)

@@ -27,10 +27,11 @@ class Family:
   is_windowed: bool = False  # `sliding_window` holds, for every layer
   window: int | None = None  # what an absent `sliding_window` means
   is_routed: bool = False
+  has_biases: bool = False  # `attention_bias` holds: of queries, keys, values and the output
 
 
 FAMILIES = {
-  'llama': Family(),
+  'llama': Family(has_biases=True),
   'mistral': Family(('num_key_value_heads',), is_windowed=True, window=4096),
   'mixtral': Family(
     ('num_key_value_heads', 'num_local_experts', 'num_experts_per_tok'),
@@ -39,7 +40,7 @@ FAMILIES = {
     is_routed=True,
   ),
   'qwen2': Family(('num_key_value_heads',), qkv_bias=True),
-  'qwen3': Family(('num_key_value_heads', 'head_dim'), qk_norm=True),
+  'qwen3': Family(('num_key_value_heads', 'head_dim'), qk_norm=True, has_biases=True),
 }
 
 
@@ -116,11 +117,13 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
       )
     family = FAMILIES[content['model_type']]
     _refuse_variants(folder, content, family)
+    has_biases = family.has_biases and bool(content.get('attention_bias'))
     return TargetConfig(
       **llama_fields(folder, Keys(content), family, 'num_hidden_layers', 'max_position_embeddings'),
       max_context=int(content['max_position_embeddings']),
       tied_head=bool(content.get('tie_word_embeddings', False)),
-      qkv_bias=family.qkv_bias,
+      qkv_bias=family.qkv_bias or has_biases,
+      o_bias=has_biases,
       qk_norm=family.qk_norm,
       window=content.get('sliding_window', family.window) if family.is_windowed else None,
       num_experts=int(content['num_local_experts']) if family.is_routed else 0,
@@ -180,7 +183,8 @@ def _refuse_variants(folder: Path, content: Mapping[str, Any], family: Family) -
   if content.get('quantization_config'):
     raise ValueError(f'{folder} holds quantised weights (quantization_config): use the unquantised checkpoint.')
   given = {
-    'attention_bias': bool(content.get('attention_bias')) and not family.qkv_bias,  # Qwen2 has no such switch
+    'attention_bias': bool(content.get('attention_bias'))
+    and not (family.has_biases or family.qkv_bias),  # Qwen2 has no such switch
     'mlp_bias': bool(content.get('mlp_bias')),
     'use_sliding_window': bool(content.get('use_sliding_window')),
     'layer_types': any(kind != 'full_attention' for kind in content.get('layer_types') or ()),

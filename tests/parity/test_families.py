@@ -43,11 +43,24 @@ CASES = {
     'model_type': 'llama',
     'rope_parameters': {'rope_type': 'linear', 'rope_theta': 5000.0, 'factor': 4.0},
   },
+  'llama, YaRN, biases': {
+    'model_type': 'llama', 'attention_bias': True,
+    'rope_parameters': {
+      'rope_type': 'yarn', 'rope_theta': 5000.0, 'factor': 4.0, 'original_max_position_embeddings': 32,
+    },
+  },
   'mistral': {'model_type': 'mistral', 'sliding_window': 20},
   'mixtral': {'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 2},
   'qwen2': {'model_type': 'qwen2', 'tie_word_embeddings': True},
   'qwen3': {'model_type': 'qwen3', 'head_dim': 16},
-}
+  'qwen3, YaRN without truncation, biases': {
+    'model_type': 'qwen3', 'head_dim': 16, 'attention_bias': True,
+    'rope_parameters': {
+      'rope_type': 'yarn', 'rope_theta': 5000.0, 'factor': 8.0, 'original_max_position_embeddings': 32,
+      'beta_fast': 4.0, 'beta_slow': 0.5, 'truncate': False, 'mscale': 2.0, 'mscale_all_dim': 0.5,
+    },
+  },
+}  # fmt: skip
 TREE_PARENTS = [NO_PARENT, 0, 0, 0, 1, 1, 2, 4, 7]
 
 
