@@ -81,8 +81,8 @@ class _HeadSizes:
 
   # Fields that folders written before there were these lack: they mean their defaults there.
   MAY_LACK: ClassVar[frozenset[str]] = frozenset({
-    'rope_slowdown', 'rope_factor', 'own_embedding', 'o_bias', 'qkv_bias', 'qk_norm', 'fc_bias', 'window', 'fc_norm',
-    'norm_before_fc', 'norm_output',
+    'rope_slowdown', 'rope_factor', 'rope_scaling', 'own_embedding', 'o_bias', 'qkv_bias', 'qk_norm', 'fc_bias',
+    'window', 'fc_norm', 'norm_before_fc', 'norm_output',
   })  # fmt: skip
 
   vocab_size: int  # the target's
@@ -96,12 +96,15 @@ class _HeadSizes:
   draft_vocab_size: int | None = dataclasses.field(default=None, kw_only=True)  # U of the target's ids; None: all
   rope_slowdown: tuple[float, ...] = dataclasses.field(default=(), kw_only=True)  # see `TargetConfig`
   rope_factor: float = dataclasses.field(default=1.0, kw_only=True)
+  # What the two come of, as pairs of a key and its value that transformers knows.
+  rope_scaling: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), kw_only=True)
   own_embedding: bool = dataclasses.field(default=False, kw_only=True)  # not the target's
   qkv_bias: bool = dataclasses.field(default=False, kw_only=True)
   o_bias: bool = dataclasses.field(default=False, kw_only=True)
 
   def _require_sizes(self) -> None:
     object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
+    object.__setattr__(self, 'rope_scaling', tuple((key, value) for key, value in self.rope_scaling))
     _require_slowdown(self)
     _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
     _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)

@@ -17,6 +17,8 @@ from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.policy.trees import DynamicTree
+from eagle_jax.weights.layouts import Keys
+from eagle_jax.weights.rope import read_rope
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 
 TARGET = dataclasses.replace(tiny.TARGET, num_layers=6)
@@ -74,6 +76,68 @@ def test_a_head_comes_back_bit_for_bit(target, tmp_path, name, layout):
   assert json.loads((tmp_path / name / 'config.json').read_text())['architectures']
 
 
+SCALINGS = {
+  'linear': {'rope_type': 'linear', 'factor': 4.0},
+  'llama3': {
+    'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 64,
+  },
+  'yarn': {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 64, 'beta_fast': 4},
+  'yarn, mscale': {
+    'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 64, 'mscale': 2.0, 'mscale_all_dim': 0.5,
+  },
+}  # fmt: skip
+
+
+def scaled(name: str, path) -> dict:
+  rope = read_rope(path, Keys({'rope_scaling': SCALINGS[name]}), EAGLE3.head_dim, EAGLE3.rope_theta)
+  return {'rope_slowdown': rope.slowdown, 'rope_factor': rope.factor, 'rope_scaling': rope.words}
+
+
+@pytest.mark.parametrize(
+  ('layout', 'changes'),
+  [
+    ('sglang', {'norm_before_fc': True, 'norm_output': True, 'fc_bias': True, 'taps': (1, 2, 5)}),
+    ('sglang', {'fc_norm': True, 'taps': (1, 2, 4, 5, 6)}),
+    ('sglang', {'taps': ()}),
+    ('speculators', {'norm_before_fc': True, 'norm_output': True, 'norm_before_residual': True, 'window': 3}),
+    ('speculators', {'qk_norm': True, 'qkv_bias': True, 'o_bias': True, 'fc_norm': True, 'taps': (0, 6)}),
+    *itertools.product(['sglang', 'speculators'], SCALINGS),
+    ('safeailab', 'linear'),
+  ],
+)
+def test_every_switch_that_a_layout_has_words_for_comes_back(target, tmp_path, layout, changes):
+  changes = scaled(changes, tmp_path) if isinstance(changes, str) else changes
+  taps = None if layout == 'safeailab' else (1, 3, 4)
+  hub.export_drafter(drafter := eagle3(**{'taps': taps} | changes), tmp_path / 'out', target, layout=layout)
+  again = hub.load_drafter(tmp_path / 'out', target)
+  assert dataclasses.replace(again.config, name=drafter.config.name) == drafter.config
+  jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+
+
+@pytest.mark.parametrize(
+  ('layout', 'changes'),
+  [
+    ('safeailab', {'qkv_bias': True}),
+    ('sglang', 'yarn'),
+    ('speculators', {'qkv_bias': True, 'o_bias': True}),
+    ('speculators', 'llama3'),
+    ('safeailab', {'own_embedding': True}),
+  ],
+)
+def test_so_do_those_of_eagle_1_and_2(target, tmp_path, layout, changes):
+  drafter = eagle(**scaled(changes, tmp_path) if isinstance(changes, str) else changes)
+  if drafter.config.own_embedding:
+    embed = {'weight': jnp.flip(target.params['embed']['weight'])}
+    drafter = Drafter(drafter.config, drafter.params | {'embed': embed})
+  hub.export_drafter(drafter, tmp_path / 'out', target, layout=layout)
+  again = hub.load_drafter(tmp_path / 'out', target)
+  assert dataclasses.replace(again.config, name=drafter.config.name) == drafter.config
+  jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+  hub.save_drafter(drafter, tmp_path / 'ours')
+  assert hub.load_drafter(tmp_path / 'ours', target).config == drafter.config
+
+
 @pytest.mark.parametrize(
   'changes',
   [
@@ -121,8 +185,16 @@ def test_files_are_what_the_engines_look_for(target, tmp_path):
 @pytest.mark.parametrize(
   ('changes', 'layout', 'message'),
   [
-    ({'fc_norm': True}, 'sglang', r"no words for \['fc_norm'\]"),
-    ({'norm_before_residual': True}, 'safeailab', r"\['norm_before_residual', 'taps'\]"),
+    ({'fc_norm': True}, 'safeailab', r"no words for \['fc_norm'\]"),
+    ({'norm_before_residual': True, 'window': 3}, 'safeailab', r"\['window', 'norm_before_residual'\]"),
+    ({'norm_before_residual': True}, 'sglang', r"\['norm_before_residual'\]"),
+    ({'window': 3, 'qk_norm': True}, 'sglang', r"\['qk_norm', 'window'\]"),
+    ({'qkv_bias': True}, 'speculators', 'qkv_bias True without o_bias'),
+    ({'fc_bias': True}, 'speculators', r"\['fc_bias'\]"),
+    ({'taps': ()}, 'speculators', 'the final feature alone'),
+    ({}, 'safeailab', r"no words for \['taps'\]"),
+    ({'taps': (3, 4, 4)}, 'sglang', 'for other layers than those'),  # whose outputs' list means the usual inputs
+    ({'rope_slowdown': (2.0,) * 4}, 'sglang', r"\['rope_slowdown'\]"),
     ({'own_embedding': True}, 'sglang', r"no words for \['own_embedding'\]"),
     ({'own_embedding': True, 'taps': None}, 'safeailab', r"no words for \['own_embedding'\]"),
     ({'taps': (0, 1, 2)}, 'sglang', 'input of the first layer'),

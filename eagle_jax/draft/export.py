@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
-from eagle_jax.draft.heads import TAPS
+from eagle_jax.draft.heads import TAPS, inputs_of
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.naming import Table
 
@@ -29,9 +29,32 @@ class Form:
   """How an engine wants a kind of head: what cannot be said in it is an error, not a guess."""
 
   content: Callable[[Any, TargetConfig], dict[str, Any]]
+  says: frozenset[str]  # fields of the drafter's config, besides sizes, that it has words for
+  scalings: frozenset[str] = frozenset({'linear'})  # of RoPE
   rename: Mapping[str, str] = dataclasses.field(default_factory=dict)  # prefixes of canonical names -> the engine's
-  has_embedding: bool = False  # the file holds the target's embedding, too
+  has_embedding: bool = False  # the file holds the embedding, be it the target's
   names_ids: bool = False  # tensors name the draft vocabulary
+
+
+# Fields that every layout has words for.
+_SIZES = frozenset({
+  'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'norm_eps', 'rope_theta', 'target_width',
+  'draft_vocab_size', 'name',
+})  # fmt: skip
+_ROPE = frozenset({'rope_slowdown', 'rope_factor', 'rope_scaling'})
+
+
+def _require_words(config: HeadConfig, form: Form) -> None:
+  """ValueError if the drafter is something that a form cannot say."""
+  said = form.says | _SIZES
+  scaling = dict(config.rope_scaling).get('rope_type')
+  if scaling in form.scalings:
+    said |= _ROPE
+  if config.width != config.target_width:
+    said |= {'own_embedding'}  # which shows in the widths
+  fields = {field.name: field.default for field in dataclasses.fields(config)}
+  if unsaid := [name for name, default in fields.items() if name not in said and getattr(config, name) != default]:
+    raise ValueError(f'This layout has no words for {unsaid} of drafter {config.name!r}: choose another.')
 
 
 def written(
@@ -59,6 +82,7 @@ def written(
   if kind not in LAYOUTS[layout]:
     raise ValueError(f'Layout {layout!r} holds drafters of kinds {sorted(LAYOUTS[layout])}, not of kind {kind!r}.')
   form = LAYOUTS[layout][kind]
+  _require_words(config, form)
   own = {entry.path[0] for entry in table.entries.values()} & params.keys()
   tensors = flatten({name: params[name] for name in own}, table)
   ids: list[int] = []
@@ -70,7 +94,7 @@ def written(
     else:
       ids = np.asarray(params['ids']).tolist()
       del tensors['d2t']
-  if form.has_embedding:
+  if form.has_embedding and 'embed_tokens.weight' not in tensors:
     tensors['embed_tokens.weight'] = np.asarray(jax.device_get(embed_VD))
   return Written(form.content(config, target), {_renamed(name, form.rename): x for name, x in tensors.items()}, ids)
 
@@ -96,57 +120,61 @@ def _llama_content(config: HeadConfig, target: TargetConfig) -> dict[str, Any]:
     'head_dim': config.head_dim,
     'rms_norm_eps': config.norm_eps,
     'rope_theta': config.rope_theta,
+    'rope_scaling': dict(config.rope_scaling) or None,
     'max_position_embeddings': target.max_context,
     'tie_word_embeddings': False,
   }
   return content | ({'eos_token_id': target.eos_ids[0]} if target.eos_ids else {})
 
 
-def _eagle3_content(config: Eagle3Config, *, default_taps: tuple[int, ...] | None, **spoken: Any) -> dict[str, Any]:
-  """What is EAGLE-3's own, if a layout has words for it.
+def _given(config: HeadConfig, *names: str) -> dict[str, Any]:
+  """Those of the fields that are not off, under the same names."""
+  return {name: getattr(config, name) for name in names if getattr(config, name)}
 
-  Args:
-    config: of the drafter.
-    default_taps: layers that the layout takes for granted; None if it names them.
-    spoken: switches that the layout has words for, and their values.
-  """
-  switches = ('norm_before_residual', 'fc_norm', 'norm_output', 'rope_slowdown')
-  unsaid = [name for name in switches if getattr(config, name) and name not in spoken]
-  if default_taps is not None and config.taps not in (None, default_taps):
-    unsaid.append('taps')
-  if config.own_embedding and config.width == config.target_width and 'embed_requires_grad' not in spoken:
-    unsaid.append('own_embedding')  # of another width it shows
-  if unsaid:
-    raise ValueError(f'This layout has no words for {unsaid} of drafter {config.name!r}: choose another.')
+
+def _widths(config: Eagle3Config) -> dict[str, Any]:
   wider = {'target_hidden_size': config.target_width} if config.target_width != config.width else {}
-  return {'draft_vocab_size': config.num_ids, **wider, **spoken}
+  return {'draft_vocab_size': config.num_ids, **wider}
 
 
-def _eagle_biases(config: DrafterConfig) -> dict[str, Any]:
-  return {'bias': config.fc_bias, 'qkv_bias': config.qkv_bias}
+def _attention_bias(config: HeadConfig) -> dict[str, Any]:
+  """One key says of all four projections that they have biases."""
+  if config.qkv_bias != config.o_bias:
+    raise ValueError(
+      f'This layout has no words for biases of drafter {config.name!r}: qkv_bias {config.qkv_bias} without o_bias the '
+      'same. Choose another.'
+    )
+  return {'attention_bias': config.o_bias}
 
 
 def _safeailab_eagle(config: DrafterConfig, target: TargetConfig) -> dict[str, Any]:
-  return {'architectures': ['LlamaForCausalLM'], **_llama_content(config, target), **_eagle_biases(config)}
+  biases = {'bias': config.fc_bias, 'qkv_bias': config.qkv_bias}
+  return {'architectures': ['LlamaForCausalLM'], **_llama_content(config, target), **biases}
 
 
 def _safeailab_eagle3(config: Eagle3Config, target: TargetConfig) -> dict[str, Any]:
   default = dataclasses.replace(config, taps=None).tapped_layers(target.num_layers)
-  own = _eagle3_content(config, default_taps=default)
-  return {'architectures': ['LlamaForCausalLM'], **_llama_content(config, target), **own}
+  if config.tapped_layers(target.num_layers) != default:
+    raise ValueError(f"This layout has no words for ['taps'] of drafter {config.name!r}, only for layers {default}.")
+  return {'architectures': ['LlamaForCausalLM'], **_llama_content(config, target), **_widths(config)}
 
 
 def _sglang_eagle(config: DrafterConfig, target: TargetConfig) -> dict[str, Any]:
-  return {'architectures': ['LlamaForCausalLMEagle'], **_llama_content(config, target), **_eagle_biases(config)}
+  return _safeailab_eagle(config, target) | {'architectures': ['LlamaForCausalLMEagle']}
 
 
 def _sglang_eagle3(config: Eagle3Config, target: TargetConfig) -> dict[str, Any]:
-  taps = config.tapped_layers(target.num_layers)
-  if min(taps) < 1:
+  taps, num_layers = config.tapped_layers(target.num_layers), target.num_layers
+  if 0 in taps:
     raise ValueError(f'This layout has no words for the input of the first layer, which {config.name!r} reads.')
-  outputs = {'use_aux_hidden_state': True, TAPS: [layer - 1 for layer in taps]}
-  own = _eagle3_content(config, default_taps=None, eagle_config=outputs)
-  return {'architectures': ['LlamaForCausalLMEagle3'], **_llama_content(config, target), **own}
+  # Outputs, unless the norm's input is among the taps.
+  written = taps if num_layers in taps else tuple(layer - 1 for layer in taps)
+  if taps and inputs_of(written, num_layers) != taps:
+    raise ValueError(f'This layout takes {TAPS} {written} for other layers than those that {config.name!r} reads.')
+  nested = {'use_aux_hidden_state': bool(taps)} | ({TAPS: [*written]} if taps else {})
+  switches = _given(config, 'norm_before_fc', 'fc_norm', 'norm_output') | ({'bias': True} if config.fc_bias else {})
+  content = _llama_content(config, target) | _widths(config) | {'eagle_config': nested}
+  return {'architectures': ['LlamaForCausalLMEagle3'], **content, **switches}
 
 
 def _speculators(algorithm: str, config: HeadConfig, target: TargetConfig) -> dict[str, Any]:
@@ -164,33 +192,56 @@ def _speculators(algorithm: str, config: HeadConfig, target: TargetConfig) -> di
 
 
 def _speculators_eagle(config: DrafterConfig, target: TargetConfig) -> dict[str, Any]:
-  if config.qkv_bias:
-    raise ValueError(f'This layout has no words for qkv_bias of drafter {config.name!r}: choose another.')
-  own = {'fusion_bias': config.fc_bias, 'layernorms': False}
-  return {'architectures': ['EagleSpeculator'], **_speculators('eagle', config, target), **own}
+  content = _speculators('eagle', config, target)
+  content['transformer_layer_config'] |= _attention_bias(config)
+  return {'architectures': ['EagleSpeculator'], **content, 'fusion_bias': config.fc_bias, 'layernorms': False}
 
 
 def _speculators_eagle3(config: Eagle3Config, target: TargetConfig) -> dict[str, Any]:
-  spoken = {
+  content = _speculators('eagle3', config, target)
+  layer = content['transformer_layer_config'] | _attention_bias(config)
+  if config.qk_norm:
+    layer['model_type'] = 'qwen3'
+  if config.window is not None:
+    layer |= {'layer_types': ['sliding_attention'], 'sliding_window': config.window, 'use_sliding_window': True}
+  if not (taps := config.tapped_layers(target.num_layers)):
+    raise ValueError(f'This layout has no words for the final feature alone, which {config.name!r} reads.')
+  switches = {
     'norm_before_residual': config.norm_before_residual,
     'embed_requires_grad': config.own_embedding,
-    TAPS: list(config.tapped_layers(target.num_layers)),
+    TAPS: [*taps],
+    **_given(config, 'norm_before_fc', 'fc_norm', 'norm_output'),
   }
-  own = _eagle3_content(config, default_taps=None, **spoken)
-  return {'architectures': ['Eagle3Speculator'], **_speculators('eagle3', config, target), **own}
+  own = {'transformer_layer_config': layer, **_widths(config), **switches}
+  return {'architectures': ['Eagle3Speculator'], **content, **own}
 
 
 _MIDLAYER = {'layers.0.': 'midlayer.'}
+_EAGLE_31 = frozenset({'taps', 'norm_before_fc', 'fc_norm', 'norm_output'})
+_SCALINGS = frozenset({'linear', 'llama3', 'yarn'})
 
 # Layout -> kind of drafter -> how it is written.
 LAYOUTS: dict[str, dict[str, Form]] = {
   'safeailab': {
-    'eagle2': Form(_safeailab_eagle, has_embedding=True),
-    'eagle3': Form(_safeailab_eagle3, _MIDLAYER, names_ids=True),
+    'eagle2': Form(_safeailab_eagle, says=frozenset({'fc_bias', 'qkv_bias', 'own_embedding'}), has_embedding=True),
+    'eagle3': Form(_safeailab_eagle3, says=frozenset({'taps'}), rename=_MIDLAYER, names_ids=True),
   },
-  'sglang': {'eagle2': Form(_sglang_eagle), 'eagle3': Form(_sglang_eagle3, _MIDLAYER, names_ids=True)},
+  'sglang': {
+    'eagle2': Form(_sglang_eagle, says=frozenset({'fc_bias', 'qkv_bias'}), scalings=_SCALINGS),
+    'eagle3': Form(_sglang_eagle3, says=_EAGLE_31 | {'fc_bias'}, scalings=_SCALINGS, rename=_MIDLAYER, names_ids=True),
+  },
   'speculators': {
-    'eagle2': Form(_speculators_eagle, {'layers.0.': 'transformer.', 'fc.': 'fusion_fc.'}),
-    'eagle3': Form(_speculators_eagle3, names_ids=True),
+    'eagle2': Form(
+      _speculators_eagle,
+      says=frozenset({'fc_bias', 'qkv_bias', 'o_bias'}),
+      scalings=_SCALINGS,
+      rename={'layers.0.': 'transformer.', 'fc.': 'fusion_fc.'},
+    ),
+    'eagle3': Form(
+      _speculators_eagle3,
+      says=_EAGLE_31 | {'norm_before_residual', 'own_embedding', 'qkv_bias', 'o_bias', 'qk_norm', 'window'},
+      scalings=_SCALINGS,
+      names_ids=True,
+    ),
   },
 }

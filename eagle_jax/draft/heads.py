@@ -241,24 +241,31 @@ def _norm_output(folder: Path, keys: Keys, is_midlayer: bool) -> bool:
   return value
 
 
+def inputs_of(listed: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+  """Return the layers of a target of so many whose inputs a list in `eagle_config` means.
+
+  One that names the input of the final norm, or the usual inputs, counts layers by what goes into them; any other by
+  what comes out.
+  """
+  usual = 2, num_layers // 2, num_layers - 3
+  return listed if num_layers in listed or listed == usual else tuple(layer + 1 for layer in listed)
+
+
 def _taps(folder: Path, keys: Keys, nested: Keys, num_layers: int) -> tuple[int, ...] | None:
   """Layers of a target of so many whose inputs the head reads; None for the usual ones.
 
-  A list at the top level counts layers by what goes into them. So does one in `eagle_config` that names the input of no
-  layer but the norm, or the usual inputs; any other there counts them by what comes out.
+  A list at the top level counts layers by what goes into them.
   """
   above, inside = (tuple(int(layer) for layer in place.get(TAPS, [])) for place in (keys, nested))
-  usual = 2, num_layers // 2, num_layers - 3
-  if inside and not (max(inside) == num_layers or inside == usual):
-    if inside != (1, num_layers // 2 - 1, num_layers - 4):
-      log.warning(
-        '%s: eagle_config.%s is %s: taken for outputs of these layers. If they are inputs, put the list at the top '
-        'level of config.json.', folder, TAPS, [*inside],
-      )  # fmt: skip
-    inside = tuple(layer + 1 for layer in inside)
-  if above and inside and above != inside:
+  inputs = inputs_of(inside, num_layers)
+  if inputs not in (inside, (2, num_layers // 2, num_layers - 3)):
+    log.warning(
+      '%s: eagle_config.%s is %s: taken for outputs of these layers. If they are inputs, put the list at the top '
+      'level of config.json.', folder, TAPS, [*inside],
+    )  # fmt: skip
+  if above and inputs and above != inputs:
     raise ValueError(f'{folder}/config.json contradicts itself: {TAPS} is {above}, in eagle_config {inside}.')
-  return above or inside or None
+  return above or inputs or None
 
 
 def _written_ids(folder: Path) -> list[int]:

@@ -117,9 +117,11 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
       )
     family = FAMILIES[content['model_type']]
     _refuse_variants(folder, content, family)
+    fields = llama_fields(folder, Keys(content), family, 'num_hidden_layers', 'max_position_embeddings')
+    del fields['rope_scaling']  # which is for writing it again
     has_biases = family.has_biases and bool(content.get('attention_bias'))
     return TargetConfig(
-      **llama_fields(folder, Keys(content), family, 'num_hidden_layers', 'max_position_embeddings'),
+      **fields,
       max_context=int(content['max_position_embeddings']),
       tied_head=bool(content.get('tie_word_embeddings', False)),
       qkv_bias=family.qkv_bias or has_biases,
@@ -173,6 +175,7 @@ def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str)
     'rope_theta': rope.theta,
     'rope_slowdown': rope.slowdown,
     'rope_factor': rope.factor,
+    'rope_scaling': rope.words,
   }
 
 

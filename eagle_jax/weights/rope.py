@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ class Rope(NamedTuple):
   theta: float
   slowdown: tuple[float, ...] = ()  # of each pair; () if none turns slower
   factor: float = 1.0  # of cosines and sines
+  words: tuple[tuple[str, Any], ...] = ()  # what `rope_scaling` says, complete; () without scaling
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {  # scaling -> its numbers in config.json
@@ -52,11 +53,14 @@ def read_rope(folder: Path, content: Keys, head_dim: int, default_theta: float) 
     raise ValueError(f'{folder}/config.json lacks {missing} of RoPE scaling {kind!r}: fetch the whole file again.')
   theta = float(settings.get('rope_theta', content.get('rope_theta', default_theta)))
   numbers = [float(value) for value in given.values() if value is not None]
+  words = ('rope_type', kind), *zip(given, numbers, strict=True)
   if kind == 'yarn':
     return _yarn(folder, content, settings, head_dim, theta)
   if kind == 'llama3':
-    return Rope(theta, llama3_slowdown(theta, head_dim, *numbers))
-  return Rope(theta, (numbers[0],) * (head_dim // 2) if kind == 'linear' else ())
+    return Rope(theta, llama3_slowdown(theta, head_dim, *numbers), words=words)
+  if kind == 'linear':
+    return Rope(theta, (numbers[0],) * (head_dim // 2), words=words)
+  return Rope(theta)
 
 
 def _yarn(folder: Path, content: Keys, settings: Keys, head_dim: int, theta: float) -> Rope:
@@ -71,29 +75,38 @@ def _yarn(folder: Path, content: Keys, settings: Keys, head_dim: int, theta: flo
     """Which pair turns so many times within the original context, were pairs numbers."""
     return head_dim * math.log(original / (2 * math.pi * times)) / (2 * math.log(theta))
 
-  first, last = pair_that_turns(settings.get('beta_fast', 32)), pair_that_turns(settings.get('beta_slow', 1))
-  if settings.get('truncate', True):
+  fast, slow = float(settings.get('beta_fast', 32)), float(settings.get('beta_slow', 1))
+  first, last = pair_that_turns(fast), pair_that_turns(slow)
+  if is_truncated := bool(settings.get('truncate', True)):
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, head_dim - 1)
   slow_K = np.clip((np.arange(head_dim // 2) - first) / (last - first or 0.001), 0, 1)
   slowdown = tuple((1 / (slow_K / factor + 1 - slow_K)).tolist())
-  return Rope(theta, slowdown, float(_yarn_factor(folder, settings, factor)))
+  words: dict[str, Any] = {
+    'rope_type': 'yarn', 'factor': float(factor), _ORIGINAL: float(original), 'beta_fast': fast, 'beta_slow': slow,
+    'truncate': is_truncated,
+  }  # fmt: skip
+  if (of_tables := float(_yarn_factor(folder, settings, factor))) != _growth(factor):
+    words['attention_factor'] = of_tables
+  return Rope(theta, slowdown, of_tables, (*words.items(),))
+
+
+def _growth(factor: float, scale: float = 1.0) -> float:
+  """By how much YaRN enlarges cosines and sines where the context grows by a factor."""
+  return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
 
 
 def _yarn_factor(folder: Path, settings: Keys, factor: float) -> float:
-  def growth(scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
-
   scale, of_all = settings.get('mscale', 0), settings.get('mscale_all_dim', 0)
   if 'attention_factor' in settings:
     return settings['attention_factor']
   if scale and of_all:
-    return growth(scale) / growth(of_all)
+    return _growth(factor, scale) / _growth(factor, of_all)
   if scale not in (0, 1) or of_all:
     raise ValueError(
       f'{folder}: of mscale {scale} and mscale_all_dim {of_all}, engines take one alone to mean different things.'
     )
-  return growth(1)
+  return _growth(factor)
 
 
 def llama3_slowdown(
