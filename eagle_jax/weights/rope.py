@@ -65,11 +65,10 @@ def read_rope(folder: Path, content: Keys, head_dim: int, default_theta: float) 
 
 def _yarn(folder: Path, content: Keys, settings: Keys, head_dim: int, theta: float) -> Rope:
   """YaRN (arXiv:2309.00071): pairs that turn often keep their speed, those that turn seldom slow down by the factor."""
-  context = content.get('max_position_embeddings')
-  original = content.get(_ORIGINAL, settings.get(_ORIGINAL, context))
-  factor = settings.get('factor', context / original if context and original else None)
+  context, stated = content.get('max_position_embeddings'), content.get(_ORIGINAL, settings.get(_ORIGINAL))
+  original, factor = stated or context, settings.get('factor', context / stated if context and stated else None)
   if original is None or factor is None:
-    raise ValueError(f"{folder}/config.json lacks 'factor' and {_ORIGINAL!r} of RoPE scaling 'yarn': fetch it again.")
+    raise ValueError(f"{folder}/config.json lacks 'factor' or {_ORIGINAL!r} of RoPE scaling 'yarn': fetch it again.")
 
   def pair_that_turns(times: float) -> float:
     """Which pair turns so many times within the original context, were pairs numbers."""
