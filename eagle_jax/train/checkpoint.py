@@ -41,7 +41,7 @@ def settle_settings(path: Path, settings: Mapping[str, Any]) -> None:
   begun = parse_json(path.read_bytes(), str(path))
   if not isinstance(begun, dict):
     raise ValueError(f'{path} holds {begun!r:.80}; a JSON object of settings is needed. Choose another --out.')
-  if wrong := differences(begun, settings):
+  if wrong := differences(begun, json.loads(json.dumps(settings))):  # as they are read back: lists, no tuples
     raise ValueError(
       f'{path.parent} was begun otherwise: {wrong}. Go on with what it was begun with, or choose another --out.'
     )
