@@ -222,12 +222,6 @@ def cast(dtype):
       'model-1.safetensors .* is not a whole safetensors file',
     ),
     (
-      rewrite(
-        'model-1.safetensors', lambda tensors, path: tensors | dict(read_safetensors(path / 'model-2.safetensors'))
-      ),
-      'came twice',
-    ),
-    (
       rewrite('model-0.safetensors', lambda tensors, _: {name: np.nan * x for name, x in tensors.items()}),
       'model.embed_tokens.weight: holds NaN or infinite values',
     ),
@@ -240,6 +234,57 @@ def cast(dtype):
 def test_broken_folders_give_one_clear_error(tmp_path, damage, message):
   with pytest.raises(ValueError, match=message):
     hub.load_target(damaged(tmp_path / 'tiny', damage))
+
+
+def scaled_by(factor):
+  return lambda tensors, _: {name: factor * x for name, x in tensors.items()}
+
+
+def overlaid(path):
+  """Old tensors of another shard, and one that the index does not name, lie in the first shard."""
+  old = {name: 0 * x for name, x in read_safetensors(path / 'model-2.safetensors')}
+  rewrite('model-1.safetensors', lambda tensors, _: tensors | old | {'extra.weight': np.ones(3, np.float32)})(path)
+
+
+def left_behind(path):
+  """Another model's shards and their index lie beside a whole file."""
+  tensors = {name: x for i in range(3) for name, x in read_safetensors(path / f'model-{i}.safetensors')}
+  rewrite('model-1.safetensors', scaled_by(7))(path)
+  write_safetensors(path / 'model.safetensors', tensors)
+
+
+@pytest.mark.parametrize('change', [overlaid, left_behind])
+def test_an_index_is_obeyed_unless_it_was_left_behind(tmp_path, change, caplog):
+  target = hub.load_target(damaged(tmp_path / 'tiny', change))
+  assert_same(target.params, hub.load_target(hf_folder(tmp_path / 'whole', HF_CONFIG)).params)
+  assert ('left behind' in caplog.text) == (change is left_behind)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'context'),
+  [
+    ({}, 128),
+    ({'rope_scaling': {'type': 'linear', 'factor': 4.0}}, 512),
+    ({'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, 512),
+    ({'rope_scaling': {'type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}}, 128),
+  ],
+)
+def test_the_context_is_that_of_the_scaled_rope(tmp_path, changes, context):
+  assert hub.read_target_config(hf_folder(tmp_path / 'tiny', HF_CONFIG | changes)).max_context == context
+
+
+def test_a_split_gguf_file(tmp_path, gguf_path):
+  tensors = [*random_tensors(naming.gguf_table(TINY, permuted_qk=True)).items()]
+  parts = [tmp_path / f'split-0000{number}-of-00002.gguf' for number in (1, 2)]
+  for number, part in enumerate(parts):
+    write_gguf(part, dict(tensors[number::2]), extra={'split.count': 2, 'split.no': number})
+  for part in parts:
+    assert_same(hub.load_target(part).params, hub.load_target(gguf_path).params)
+  alone = parts[0].rename(tmp_path / 'alone.gguf')
+  with pytest.raises(ValueError, match='alone.gguf is one of 2 parts of a model'):
+    hub.load_target(alone)
+  with pytest.raises(ValueError, match=r"lacks \['split-00001-of-00002.gguf'\], of 2 parts"):
+    hub.load_target(parts[1])
 
 
 def test_rope_theta_in_both_spellings(tmp_path):

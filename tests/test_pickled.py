@@ -2,6 +2,7 @@
 
 import collections
 import io
+import json
 import os
 import pickle
 import zipfile
@@ -13,6 +14,7 @@ import pytest
 
 import tiny
 from eagle_jax import hub
+from eagle_jax.weights import folder
 from eagle_jax.weights.pickled import read_pickled
 from eagle_jax.weights.safetensors import read_safetensors
 
@@ -184,3 +186,17 @@ def test_what_pytorch_writes_is_read(tmp_path):
   for name, array in found.items():
     assert array.dtype.name == str(state[name].dtype).removeprefix('torch.')
     np.testing.assert_array_equal(array.astype(np.float64), state[name].detach().double().numpy())
+
+
+def test_shards_are_read_as_their_index_says(tmp_path):
+  for number, names in enumerate((['a', 'b'], ['b', 'c'])):
+    content = {name: tensor(Storage('FloatStorage', '0', 6), (2,), (1,), number) for name in names}
+    write(tmp_path / f'pytorch_model-{number}.bin', content, {'0': SIX})
+  weight_map = {'a': 'pytorch_model-0.bin', 'b': 'pytorch_model-1.bin', 'c': 'pytorch_model-1.bin'}
+  (tmp_path / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': weight_map}))
+  found = list(folder.read_tensors(tmp_path))
+  assert [(name, x.tolist()) for name, x in found] == [('a', [0, 1]), ('b', [1, 2]), ('c', [1, 2])]
+  assert folder.read_names(tmp_path) == {'a', 'b', 'c'}
+  (tmp_path / 'pytorch_model-1.bin').unlink()
+  with pytest.raises(ValueError, match=r"lacks \['pytorch_model-1.bin'\], of 2 files"):
+    list(folder.read_tensors(tmp_path))

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from eagle_jax.weights.layouts import Keys
 from eagle_jax.weights.pickled import pickled_names, read_pickled
 from eagle_jax.weights.rope import read_rope
 from eagle_jax.weights.safetensors import read_safetensors, safetensors_names
+
+log = logging.getLogger('eagle_jax')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,35 +76,56 @@ def naming_config(folder: Path) -> Iterator[None]:
     raise ValueError(f'{folder}/config.json has a value that cannot be: {error}') from error
 
 
+class _File(NamedTuple):
+  """A file of weights, and which of its tensors are meant."""
+
+  path: Path
+  names: frozenset[str] | None = None  # None: all
+
+
+_INDEX = '.index.json'
+_WEIGHTS = 'model.safetensors', f'model.safetensors{_INDEX}', 'pytorch_model.bin', f'pytorch_model.bin{_INDEX}'
+
+
 def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-  """Yield (name, array) from model.safetensors, from the shards that model.safetensors.index.json names, or, where
-  there are neither, from pytorch_model.bin."""
-  if not (paths := _weight_files(folder)):
+  """Yield (name, array) from the first of model.safetensors, its shards, pytorch_model.bin and its shards.
+
+  Of shards, each gives the tensors that their index says are in it, and no others.
+  """
+  if not (files := _weight_files(folder)):
     raise ValueError(f'{folder} holds none of {", ".join(_WEIGHTS)}: fetch one of them.')
-  for path in paths:
-    yield from read_pickled(path) if path.suffix == '.bin' else read_safetensors(path)
+  for file in files:
+    yield from (read_pickled if file.path.suffix == '.bin' else read_safetensors)(*file)
 
 
 def read_names(folder: Path) -> frozenset[str]:
   """Return the names of the tensors that `read_tensors` yields, without reading one; none where there is no file."""
-  names = (pickled_names(path) if path.suffix == '.bin' else safetensors_names(path) for path in _weight_files(folder))
-  return frozenset().union(*names)
+  names: set[str] = set()
+  for path, meant in _weight_files(folder):
+    there = pickled_names(path) if path.suffix == '.bin' else safetensors_names(path)
+    names |= {*there} if meant is None else meant.intersection(there)
+  return frozenset(names)
 
 
-_WEIGHTS = 'model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin'
+def _weight_files(folder: Path) -> list[_File]:
+  """The files that hold the folder's tensors, in the order in which transformers looks for them."""
+  there = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
+  if not there:
+    return []
+  first = there[0]
+  if (stale := first.with_name(first.name + _INDEX)) in there:
+    log.warning('%s: %s is read; %s, which names other files, is not: was it left behind?', folder, first.name, stale)
+  return _shards(folder, first) if first.name.endswith(_INDEX) else [_File(first)]
 
 
-def _weight_files(folder: Path) -> list[Path]:
-  whole, index, pickled = (folder / name for name in _WEIGHTS)
-  if not index.is_file():
-    return [path for path in (whole, pickled) if path.is_file()][:1]
+def _shards(folder: Path, index: Path) -> list[_File]:
   weight_map = read_json(index).get('weight_map')
   if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
     raise ValueError(f'{index} has no "weight_map" object of file names: fetch it again.')
   shards = sorted(set(weight_map.values()))
   if missing := [shard for shard in shards if not (folder / shard).is_file()]:
     raise ValueError(f'{folder} lacks {missing}, of {len(shards)} files that {index.name} names: fetch them.')
-  return [folder / shard for shard in shards]
+  return [_File(folder / shard, frozenset(k for k, place in weight_map.items() if place == shard)) for shard in shards]
 
 
 def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
@@ -118,11 +142,11 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
     family = FAMILIES[content['model_type']]
     _refuse_variants(folder, content, family)
     fields = llama_fields(folder, Keys(content), family, 'num_hidden_layers', 'max_position_embeddings')
-    del fields['rope_scaling']  # which is for writing it again
+    max_context = _context(content, dict(fields.pop('rope_scaling')))
     has_biases = family.has_biases and bool(content.get('attention_bias'))
     return TargetConfig(
       **fields,
-      max_context=int(content['max_position_embeddings']),
+      max_context=max_context,
       tied_head=bool(content.get('tie_word_embeddings', False)),
       qkv_bias=family.qkv_bias or has_biases,
       o_bias=has_biases,
@@ -134,6 +158,13 @@ def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
       num_layers=int(content['num_hidden_layers']),
       name=folder.name,
     )
+
+
+def _context(content: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+  """How many tokens the model was made to see: those of the scaled RoPE, where config.json states the unscaled ones."""
+  context, original = int(content['max_position_embeddings']), scaling.get('original_max_position_embeddings')
+  is_unscaled = scaling.get('rope_type') == 'linear' or (scaling.get('rope_type') == 'yarn' and context == original)
+  return int(context * scaling['factor']) if is_unscaled else context
 
 
 def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:

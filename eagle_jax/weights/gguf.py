@@ -4,6 +4,7 @@ GGUF writes shapes fastest axis first; the arrays handed out here are ordinary N
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,42 @@ def _open(path: Path):
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-  """Opens a GGUF file and reads its metadata; tensor data stays on disk until asked for.
+  """Open a GGUF file and read its metadata; tensor data stays on disk until asked for.
+
+  Of a split file, the name of any part will do: all parts must lie beside it.
 
   Raises:
-    ValueError: no such file, not GGUF, truncated, or corrupt.
+    ValueError: no such file, not GGUF, truncated, or corrupt; a part is missing.
   """
-  path = Path(path)
+  first, *others = (_read_part(part) for part in _parts(Path(path)))
+  if (count := int(first.metadata.get('split.count', 1))) > 1 + len(others):
+    raise ValueError(
+      f'{path} is one of {count} parts of a model, which its name does not say: give it the name that it was '
+      f'published under, ending in -00001-of-{count:05}.gguf, and so the others.'
+    )
+  tensors = dict(first._tensors)
+  for part in others:
+    if twice := tensors.keys() & part._tensors.keys():
+      raise ValueError(f'{part.path}: {sorted(twice)[:3]} are in another part, too: fetch all parts of one model.')
+    tensors |= part._tensors
+  return GGUFFile(first.path, first.metadata, tensors)
+
+
+_PART = re.compile(r'-\d{5}-of-(\d{5})$')
+
+
+def _parts(path: Path) -> list[Path]:
+  """The parts of a split file, the one with the metadata first; the file itself if its name is not that of a part."""
+  if not path.is_file() or (found := _PART.search(path.stem)) is None:
+    return [path]
+  count = int(found[1])
+  parts = [path.with_name(f'{path.stem[: found.start()]}-{i:05}-of-{count:05}.gguf') for i in range(1, count + 1)]
+  if missing := [part.name for part in parts if not part.is_file()]:
+    raise ValueError(f'{path.parent} lacks {missing}, of {count} parts of one model: fetch them.')
+  return parts
+
+
+def _read_part(path: Path) -> GGUFFile:
   if not path.is_file():
     raise ValueError(f'No GGUF file at {path}: give the path of an existing .gguf file.')
   try:

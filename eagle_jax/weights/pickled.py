@@ -8,7 +8,7 @@ import collections
 import contextlib
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,8 +83,12 @@ class _Unpickler(pickle.Unpickler):
     return _Storage(dtype, str(key), int(size))
 
 
-def read_pickled(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def read_pickled(path: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
   """Yield (name, array) of every tensor, in the order of the file, one at a time.
+
+  Args:
+    path: of the file.
+    names: those that are meant; None for all.
 
   Raises:
     ValueError: no such file, not of the zip form that PyTorch has written since 1.6, damaged, or holding anything else
@@ -92,7 +96,8 @@ def read_pickled(path: Path) -> Iterator[tuple[str, np.ndarray]]:
   """
   with _opened(path) as (archive, root, tensors):
     for name, tensor in tensors.items():
-      yield name, _read(archive, root, tensor)
+      if names is None or name in names:
+        yield name, _read(archive, root, tensor)
 
 
 def pickled_names(path: Path) -> list[str]:

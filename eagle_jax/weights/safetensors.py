@@ -1,7 +1,7 @@
 """Reads and writes safetensors files as NumPy arrays, bfloat16 included."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,12 @@ from safetensors.numpy import save_file
 from eagle_jax.files import replacing
 
 
-def read_safetensors(path: str | Path) -> Iterator[tuple[str, np.ndarray]]:
+def read_safetensors(path: str | Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
   """Yield (name, array) for each tensor of the file, in the dtype it is stored in.
+
+  Args:
+    path: of the file.
+    names: those that are meant; None for all.
 
   Raises:
     ValueError: no such file, truncated, corrupt, or a type that NumPy does not have.
@@ -21,7 +25,8 @@ def read_safetensors(path: str | Path) -> Iterator[tuple[str, np.ndarray]]:
   path = Path(path)
   with _opened(path) as file:
     for name in file.keys():  # noqa: SIM118  (a handle, not a dict)
-      yield name, _tensor(file, name, path)
+      if names is None or name in names:
+        yield name, _tensor(file, name, path)
 
 
 def safetensors_names(path: str | Path) -> list[str]:
