@@ -16,8 +16,8 @@ FLOORS = {
   'weights': 4,
   'draft': 5,
   'decode': 6,
-  'evaluate': 7, 'hub': 7,
-  'train': 8, 'bench': 8, 'viz': 8,
+  'evaluate': 7, 'hub': 7, 'viz': 7,
+  'train': 8, 'bench': 8,
 }  # fmt: skip
 # Within a package: in data order, each module may import those before it.
 ORDER = {
@@ -32,8 +32,8 @@ ORDER = {
     'export', 'kinds',
   ),
   'decode': (
-    'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'auto', 'build', 'program', 'batching',
-    'generate', '__init__',
+    'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',
+    'batching', 'generate', '__init__',
   ),
   'evaluate': ('__init__', 'example', 'features', 'answered', 'trace', 'calibration', 'random_pairs'),
 }  # fmt: skip

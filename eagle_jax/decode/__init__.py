@@ -10,9 +10,10 @@ from eagle_jax.decode.buckets import pad_prompts
 from eagle_jax.decode.build import build
 from eagle_jax.decode.generate import Answer, Chunk, Generation, generate, generate_each, stream
 from eagle_jax.decode.prefill import prefill
+from eagle_jax.decode.record import Cycle
 from eagle_jax.decode.step import decode_loop, decode_step, result
 
 __all__ = [
-  'Answer', 'Chunk', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'generate_each', 'pad_prompts',
-  'prefill', 'result', 'stream',
+  'Answer', 'Chunk', 'Cycle', 'Generation', 'build', 'decode_loop', 'decode_step', 'generate', 'generate_each',
+  'pad_prompts', 'prefill', 'result', 'stream',
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.decode.build import assemble
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.program import Program
+from eagle_jax.decode.record import Cycle, run_traced, traced_step
 from eagle_jax.decode.request import (
   Options,
   at_least_one,
@@ -35,7 +36,7 @@ from eagle_jax.text import Detokenizer
 
 REFILLED = 4  # a quarter of the sequences at a time
 
-_PREFILL, _LOOP, _STEP = Program(run_prefill), Program(decode_loop), Program(decode_step)
+_PREFILL, _LOOP, _STEP, _TRACED = map(Program, (run_prefill, decode_loop, decode_step, traced_step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Generation:
   # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s (0 where
   # there was no target pass), prefill_s, decode_s, compile_s, policy, chooser, weights (their dtype).
   stats: dict[str, Any]
+  trace: list[list[Cycle]] | None = None  # the cycles of each prompt, one a target pass; None unless asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ def generate(
   prompts: Sequence[str] | Sequence[Sequence[int]],
   *,
   batch_size: int | None = None,
+  trace: bool = False,
   options: Options,
 ) -> Generation:
   """Decode prompts; in float32 the text is that of plain decoding, whatever drafter, policy and batch.
@@ -85,16 +88,20 @@ def generate(
     prompts: strings (put through the chat template, if the target has one), or lists or arrays of token ids, taken as
       they are.
     batch_size: prompts decoded together; the others wait, and take the places of those that are done. None: all.
+    trace: also return what each target pass verified and accepted, for `viz`. Decoding then waits for the host after
+      every step, in a program of its own.
     options: given as keywords: max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0, policy='auto',
       row_ids=None, eos_ids=None, costs=None, chooser=GumbelMax(). See `decode.request.Options`.
 
   Raises:
     ValueError: the request cannot be decoded; raised before anything is compiled.
   """
-  answers = Answers(target, _check(target, drafter, prompts, options, batch_size=batch_size))
+  request = _check(target, drafter, prompts, options, batch_size=batch_size)
+  answers = Answers(target, request.traced() if trace else request)
   each = [*answers]
   text: Any = [one.text for one in each] if target.tokenizer else None
-  return Generation([one.tokens for one in each], text, [one.num_accepted for one in each], answers.stats)
+  tokens, num_accepted = [one.tokens for one in each], [one.num_accepted for one in each]
+  return Generation(tokens, text, num_accepted, answers.stats, answers.trace)
 
 
 @takes_options
@@ -142,6 +149,15 @@ class CheckedRequest(NamedTuple):
     """Make the arguments of `run_prefill` for all prompts, padded in NumPy."""
     tokens_BL, length_B = pad_prompts(self.ids, max(map(len, self.ids)))
     return prepare(self.params, tokens_BL, length_B, spec=self.spec, sampling=self.sampling, **self.limits)
+
+  def traced(self) -> 'CheckedRequest':
+    """Make the request whose cycles are recorded; raise a ValueError if some of its prompts have to wait."""
+    if self.batch_size < len(self.ids):
+      raise ValueError(
+        f'trace=True decodes all prompts together; got batch_size {self.batch_size} for {len(self.ids)} prompts. '
+        'Leave batch_size out, or pass fewer prompts at a time.'
+      )
+    return self._replace(spec=dataclasses.replace(self.spec, is_traced=True))
 
 
 def _check(
@@ -241,6 +257,7 @@ class Answers(_Timed, Iterator[Answer]):
 
   def __init__(self, target: Target, request: CheckedRequest):
     super().__init__(request)
+    self.trace: list[list[Cycle]] | None = None  # as in `Generation`
     self._done: list[Work] = []
     self._answers = self._make_answers(target)
 
@@ -267,9 +284,14 @@ class Answers(_Timed, Iterator[Answer]):
       start = time.perf_counter()
       state = jax.block_until_ready(run(*arguments))
       self._seconds['prefill_s'] = time.perf_counter() - start
-      run, loop_compile_s = _LOOP.compile(request.params, state, spec=request.spec)
+      program = _TRACED if request.spec.is_traced else _LOOP
+      run, loop_compile_s = program.compile(request.params, state, spec=request.spec)
       start = time.perf_counter()
-      outputs = fetched(Outputs.of(run(request.params, state)))
+      if request.spec.is_traced:
+        state, self.trace = run_traced(run, request.params, state)
+      else:
+        state = run(request.params, state)
+      outputs = fetched(Outputs.of(state))
       self._seconds['decode_s'] = time.perf_counter() - start
     self._seconds['compile_s'] = prefill_compile_s + loop_compile_s
     each = [jax.tree.map(lambda x, b=b: x[b], outputs) for b in range(request.batch_size)]

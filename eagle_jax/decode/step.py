@@ -16,7 +16,7 @@ from eagle_jax.draft.lookup import TextLookup
 from eagle_jax.kernels.tiling import columns_per_sequence
 from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.sharding import num_row_parts
-from eagle_jax.tree import Candidates, DraftTree, ancestor_mask, depth, padded, rerank
+from eagle_jax.tree import NO_PARENT, Candidates, DraftTree, ancestor_mask, depth, padded, rerank
 
 
 def draft_context(state: DecodeState, arrays: Any, *, spec: Spec) -> DraftContext:
@@ -56,6 +56,18 @@ class TreePass(NamedTuple):
   verdict: Verdict  # [B, ...] fields
   rows: NewEntries  # [B, G, P, K], of the target's cache
   taps: Any  # what the target shows along the paths, arrays [..., B, P]
+  log_p: jax.Array | None = None  # [B, T] f32, see `node_log_p`; None unless the spec is traced
+
+
+def node_log_p(tree: DraftTree, logits_VT: jax.Array) -> jax.Array:
+  """[T] f32: compute the target's log-probability of each node's token given the path before it; 0 at the root.
+
+  One sequence. Temperature 1, no filters. What unused nodes get means nothing.
+  """
+  parent_T = jnp.maximum(tree.parent, 0)
+  log_z_T = jax.nn.logsumexp(logits_VT, axis=0)
+  log_p_T = logits_VT[jnp.maximum(tree.token, 0), parent_T] - log_z_T[parent_T]
+  return jnp.where(tree.parent == NO_PARENT, 0.0, log_p_T)
 
 
 def verify_tree(params: Params, state: DecodeState, candidates: Candidates, *, num_nodes: int, spec: Spec) -> TreePass:
@@ -71,7 +83,11 @@ def verify_tree(params: Params, state: DecodeState, candidates: Candidates, *, n
   logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_batch(full, logits_VBT, state, spec=spec)
   path_BP = verdict.path
-  return TreePass(padded(tree, spec.policy.num_nodes), verdict, rows.at(path_BP), take_nodes(taps, path_BP))
+  tree_pass = TreePass(padded(tree, spec.policy.num_nodes), verdict, rows.at(path_BP), take_nodes(taps, path_BP))
+  if not spec.is_traced:
+    return tree_pass
+  log_p_BT = jax.vmap(node_log_p, in_axes=(0, 1))(tree, logits_VBT)
+  return tree_pass._replace(log_p=jnp.pad(log_p_BT, ((0, 0), (0, spec.policy.num_nodes - num_nodes))))
 
 
 def num_drafted(candidates: Candidates, policy: TreePolicy) -> jax.Array:
