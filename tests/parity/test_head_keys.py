@@ -338,7 +338,12 @@ def each(cases: list[tuple]) -> list[tuple]:
   return [(name, *case) for names, *case in cases for name in names]
 
 
-@pytest.mark.parametrize(('name', 'changes', 'more', 'switches'), each(SWITCHES), ids=str)
+def label(value):
+  """A test's name that is the same in every process: of what is changed, the keys."""
+  return value if isinstance(value, str) else ','.join(map(str, value))
+
+
+@pytest.mark.parametrize(('name', 'changes', 'more', 'switches'), each(SWITCHES), ids=label)
 def test_a_switch_does_what_its_rendering_does(target, load, name, changes, more, switches):
   writer = WRITERS[name]
   w = numbers(writer.weights() | more)
@@ -391,7 +396,7 @@ REFUSED: list[tuple[list[str], dict, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(('name', 'changes', 'key'), each(REFUSED), ids=str)
+@pytest.mark.parametrize(('name', 'changes', 'key'), each(REFUSED), ids=label)
 def test_what_is_not_supported_is_refused_by_name(load, name, changes, key):
   with pytest.raises(ValueError, match=key):
     load(name, {path.replace('layer:', WRITERS[name].layer): value for path, value in changes.items()})
