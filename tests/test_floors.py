@@ -22,8 +22,8 @@ FLOORS = {
 # Within a package: in data order, each module may import those before it.
 ORDER = {
   'kernels': (
-    '__init__', 'dispatch', 'tiling', 'layout', 'random', 'argmax', 'top_k', 'write_kv', 'einsum', 'ordering',
-    'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
+    '__init__', 'dispatch', 'tiling', 'layout', 'scan', 'random', 'argmax', 'top_k', 'write_kv', 'einsum',
+    'ordering', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
   ),
   'models': ('__init__', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),
@@ -38,6 +38,9 @@ ORDER = {
   'evaluate': ('__init__', 'example', 'features', 'answered', 'trace', 'calibration', 'random_pairs'),
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')
+BACKENDS = frozenset({'cpu', 'gpu', 'tpu', 'cuda', 'rocm'})
+COMPILERS = 'XLA:CPU', 'XLA:GPU', 'XLA:TPU'
+CHOOSES_BY_BACKEND = frozenset({'platform_dependent', 'default_backend'})
 TAKES_MESH_AXES = frozenset({'PartitionSpec', 'make_mesh', 'create_device_mesh', 'axis_name', 'axis_names'})
 
 
@@ -147,6 +150,36 @@ def test_mesh_axes_are_named_in_one_place(path):
 def test_a_mesh_axis_is_found():
   tree = ast.parse("from jax.sharding import PartitionSpec as P\njax.lax.psum(x, axis_name='data')\n")
   assert mesh_words(tree) == {'PartitionSpec', 'axis_name'}
+
+
+def backend_words(tree: ast.Module) -> set[str]:
+  """What a file says, passes or uses that names a backend, or chooses by it."""
+  words = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+      words |= {node.value} & BACKENDS
+    elif isinstance(node, ast.keyword) and node.arg:
+      words |= {node.arg} & BACKENDS
+    elif isinstance(node, ast.Name | ast.Attribute):
+      words |= {node.id if isinstance(node, ast.Name) else node.attr} & CHOOSES_BY_BACKEND
+  return words
+
+
+KNOWS_BACKENDS = PACKAGE / 'kernels', PACKAGE / 'device.py', PACKAGE / 'bench' / 'aot'
+
+
+@pytest.mark.parametrize(
+  'path', [path for path in MODULES if not any(map(path.is_relative_to, KNOWS_BACKENDS))], ids=_name
+)
+def test_backends_are_named_in_one_place(path):
+  """In kernels/, where an operation has a form for each; device.py says what the devices at hand can do."""
+  assert backend_words(_parse(path)) == set()
+  assert [name for name in COMPILERS if name in path.read_text(encoding='utf-8')] == []
+
+
+def test_a_backend_is_found():
+  tree = ast.parse("jax.lax.platform_dependent(x, cpu=f)\nif jax.default_backend() == 'tpu': pass")
+  assert backend_words(tree) == {'platform_dependent', 'cpu', 'default_backend', 'tpu'}
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'launch').glob('*.py')), ids=_name)

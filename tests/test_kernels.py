@@ -23,6 +23,7 @@ from eagle_jax.kernels import (
   matmul,
   ordering,
   random,
+  scan,
   top_k,
   write_kv,
 )
@@ -91,10 +92,21 @@ def attended(forms: set[str], **sizes: Any) -> Case:
   return Case(attention.attend, attention.reference, (operands(**sizes),), forms, 1e-5)
 
 
+def add_scaled(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return carry * 2 + x, carry[0] - x
+
+
+def scanned(num_steps: int, forms: set[str]) -> Case:
+  reference = functools.partial(scan.reference, step=add_scaled)
+  return Case(functools.partial(scan.scan, add_scaled), reference, (jnp.ones(3), jnp.arange(1.0, 1 + num_steps)), forms)
+
+
 CASES = {
   'row_major': Case(layout.row_major, layout.reference, (normal(3, 4, 5),), {'cpu'}),
   'random': Case(random.random_bits, random.reference, (jnp.uint32([7, 2**31 + 5]), jnp.uint32([0, 9, 49_151]))),
   'argmax': Case(argmax.argmax, argmax.reference, (jnp.asarray([0.5, -jnp.inf, 2.0, 1.0, 2.0, 2.0]),)),
+  'scan, one step': scanned(1, set()),
+  'scan, four steps': scanned(4, {'cpu'}),
   'top_k, whole': largest(512, 10, set()),
   'top_k, many': largest(1024, 513, set()),
   'top_k, two parts': largest(513, 10, {'gpu'}),

@@ -36,7 +36,7 @@ class Spec:
   policy: TreePolicy
   chooser: Chooser = GumbelMax()
   # Columns of activations that a target pass has at least, over the sequences of a device.
-  min_columns: int = dataclasses.field(default_factory=lambda: free_columns(jax.default_backend()))
+  min_columns: int = dataclasses.field(default_factory=free_columns)
   is_traced: bool = False  # whether a step also shows the target's probability of every node; see `decode.record`
 
   @property

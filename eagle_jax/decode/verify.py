@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.kernels.dispatch import dispatch_loop
 from eagle_jax.tree import NO_TOKEN, DraftTree, ancestor_mask, depth
 
 
@@ -37,9 +38,10 @@ def verify(tree: DraftTree, shown: Any, choose: Callable, *, max_depth: int) -> 
   Source: SpecInfer, arXiv:2305.09781, tree verification; for deterministic siblings the same law as the sequential
   rejection of EAGLE's `evaluate_posterior` (utils.py).
   """
-  ways = {'default': verify_sequential, 'cuda': verify_parallel, 'rocm': verify_parallel}
-  ways = {platform: functools.partial(way, choose=choose, max_depth=max_depth) for platform, way in ways.items()}
-  return jax.lax.platform_dependent(tree, shown, **ways)
+  sequential, parallel = (
+    functools.partial(form, choose=choose, max_depth=max_depth) for form in (verify_sequential, verify_parallel)
+  )
+  return dispatch_loop(tree, shown, sequential=sequential, parallel=parallel)
 
 
 def verify_sequential(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
@@ -72,8 +74,7 @@ def verify_sequential(tree: DraftTree, shown: Any, *, choose: Callable, max_dept
 def verify_parallel(tree: DraftTree, shown: Any, *, choose: Callable, max_depth: int) -> Verdict:
   """Verify without a loop: a node is accepted if it and all its ancestors are what was chosen after their parents.
 
-  The target chooses at every node. On a GPU that is a few kernels, where each condition of a walk would wait for the
-  host.
+  The target chooses at every node: that computes more, and waits for no condition.
   """
   num_nodes, max_path = tree.token.shape[0], max_depth + 1
   node_T, mask_TT = jnp.arange(num_nodes), ancestor_mask(tree.parent, max_depth=max_depth)

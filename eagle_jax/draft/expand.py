@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.draft.interface import DraftContext
+from eagle_jax.kernels.scan import scan
 from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
@@ -123,26 +124,9 @@ def grow(
   levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1), of_root]
   grown = carry, frontier
   for shape, depths in itertools.groupby(range(1, policy.max_depth), functools.partial(Shape.of, policy)):
-    grown, of_levels = _each(functools.partial(level, shape=shape), grown, jnp.asarray([*depths], jnp.int32))
+    grown, of_levels = scan(functools.partial(level, shape=shape), grown, jnp.asarray([*depths], jnp.int32))
     levels.append(jax.tree.map(lambda x_dBn: x_dBn.swapaxes(0, 1).reshape(len(root_B), -1), of_levels))
   return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *levels)
-
-
-def _each(level: Callable, grown: Any, depth_d: jax.Array) -> tuple[Any, Candidates]:
-  """Run level after level; return what the last leaves, and all their candidates, [d, B, n] fields.
-
-  On a CPU a loop: XLA:CPU reads a compiled program back in time that grows with the square of its size. Elsewhere level
-  by level, for a TPU keeps what it can of the drafter's weights in fast memory from one to the next.
-  """
-  level = jax.jit(level)  # traced once for both
-  if len(depth_d) == 1:  # which may leave other shapes than it was given
-    grown, candidates = level(grown, depth_d[0])
-    return grown, jax.tree.map(lambda x_Bn: x_Bn[None], candidates)
-
-  def run(unroll: int) -> Callable:
-    return lambda grown: jax.lax.scan(level, grown, depth_d, unroll=unroll)
-
-  return jax.lax.platform_dependent(grown, cpu=run(1), default=run(len(depth_d)))
 
 
 def _run_if(keep_going: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:

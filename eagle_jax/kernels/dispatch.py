@@ -28,3 +28,16 @@ def dispatch(
   of_platform = {'cpu': cpu, 'cuda': cuda or gpu, 'rocm': gpu, 'tpu': tpu}
   forms = {platform: form for platform, form in of_platform.items() if form is not None}
   return jax.lax.platform_dependent(*arrays, default=default, **forms) if forms else default(*arrays)
+
+
+def dispatch_loop(*arrays: Any, sequential: Callable, parallel: Callable) -> Any:
+  """Run the form with a loop that ends by a condition, or the one that computes more and asks for nothing.
+
+  On a GPU each condition waits for the host, and what is computed for nothing is a few kernels.
+
+  Args:
+    arrays: pytrees that both forms take.
+    sequential: stops as soon as it can.
+    parallel: has no loop.
+  """
+  return dispatch(*arrays, default=sequential, gpu=parallel)

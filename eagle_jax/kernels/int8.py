@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.device import is_cpu
 from eagle_jax.kernels.dispatch import dispatch
 from eagle_jax.kernels.matmul import matmul
 
@@ -90,9 +91,9 @@ class Quantised:
     return (value_RI.astype(jnp.float32) * scale_R[:, None]).astype(self.dtype)
 
 
-def reads_bytes(platform: str) -> bool:
-  """Is a product of bytes and floats faster than one of floats on 'cpu', 'gpu' or 'tpu'? XLA:CPU runs a naive loop."""
-  return platform != 'cpu'
+def reads_bytes() -> bool:
+  """Is a product of bytes and floats faster than one of floats on the devices at hand? XLA:CPU runs a naive loop."""
+  return not is_cpu()
 
 
 @functools.partial(jax.jit, static_argnames='num_parts')

@@ -1,13 +1,18 @@
 """Sizes that fill whole tiles: of a product, where a tile that is not full costs as much as a full one, and of a cache,
 whose slots a kernel reads in blocks."""
 
+import jax
 
-def free_columns(platform: str) -> int:
-  """Count the columns that a product has at no more cost than one, on 'cpu', 'gpu' or 'tpu'.
+
+def free_columns(platform: str | None = None) -> int:
+  """Count the columns that a product has at no more cost than one.
 
   A TPU keeps a product of one column from its matrix unit.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'; None for the one that programs run on by default.
   """
-  return 8 if platform == 'tpu' else 1
+  return 8 if (platform or jax.default_backend()) == 'tpu' else 1
 
 
 def columns_per_sequence(num_nodes: int, batch: int, *, min_columns: int = 1) -> int:

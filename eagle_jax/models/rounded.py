@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from eagle_jax.device import is_cpu
 from eagle_jax.kernels.int8 import LARGEST, Quantised, reads_bytes
 from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import fetched, mesh_of, placed
@@ -26,7 +27,7 @@ log = logging.getLogger('eagle_jax')
 
 def default_compute_dtype() -> str:
   """Name the dtype of activations of rounded targets on this device."""
-  return 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
+  return 'float32' if is_cpu() else 'bfloat16'
 
 
 def is_rounded(path: Sequence[str]) -> bool:
@@ -66,7 +67,7 @@ def hold(path: Sequence[str], array: np.ndarray, dtype: Any, mesh: Mesh | None) 
   if not is_rounded(path):
     return placed(array.astype(dtype, copy=False), path, mesh)
   value, scale = round_matrix(array)
-  if reads_bytes(jax.default_backend()):
+  if reads_bytes():
     return Quantised(placed(value, path, mesh), placed(scale, path, mesh), jnp.dtype(dtype), keeps_columns=True)
   return placed((value * scale[..., None]).astype(dtype), path, mesh)
 
@@ -89,6 +90,6 @@ def with_own_head(target: Target) -> Target:
     embed = fetched(params['embed']['weight'])
     head = hold(('head', 'weight'), embed, target.dtype, mesh_of(params))
     params, config = {**params, 'head': {'weight': head}}, dataclasses.replace(config, tied_head=False)
-  if not reads_bytes(jax.default_backend()):
+  if not reads_bytes():
     log.info('%s: this device multiplies floats only, so the matrices, rounded to 8 bits, are held as floats', NAME)
   return dataclasses.replace(target, config=config, params=params, weights_dtype=NAME)

@@ -1,0 +1,44 @@
+"""One step after another, each on the next element of an array."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.kernels.dispatch import dispatch
+
+
+def reference(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
+  """Call the step for each element; return what the last one leaves, and what they give, stacked."""
+  given = []
+  for x in x_d:
+    carry, y = step(carry, x)
+    given.append(y)
+  return carry, jax.tree.map(lambda *y: jnp.stack(y), *given)
+
+
+def scan_loop(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
+  """Scan in a loop, for a small program: XLA:CPU reads one back in time that grows with the square of its size."""
+  return jax.lax.scan(step, carry, x_d)
+
+
+def scan_unrolled(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
+  """Scan without a loop: from one step to the next a TPU keeps what it can of the weights in fast memory."""
+  return jax.lax.scan(step, carry, x_d, unroll=len(x_d))
+
+
+def scan(step: Callable, carry: Any, x_d: jax.Array) -> tuple[Any, Any]:
+  """Return what the last step leaves, and what the steps give, [d, ...] each.
+
+  Args:
+    step: (carry, element) -> (carry, what it gives). The carry keeps its shapes, unless there is a single element.
+    carry: a pytree of arrays.
+    x_d: at least one element.
+  """
+  traced_once = jax.jit(step)
+  if len(x_d) == 1:
+    return reference(carry, x_d, step=traced_once)
+  loop, unrolled = (functools.partial(form, step=traced_once) for form in (scan_loop, scan_unrolled))
+  return dispatch(carry, x_d, default=unrolled, cpu=loop)
