@@ -19,6 +19,7 @@ from eagle_jax.decode import program
 from eagle_jax.decode.buckets import require_memory
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
+from eagle_jax.kernels.argmax import NAN_SCORE
 from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.adaptive import Adaptive
@@ -103,6 +104,42 @@ def test_a_drafter_of_nan_costs_no_text(target, plain):
   for how, expected in zip(SAMPLINGS, plain, strict=True):
     out = decode.generate(target, broken, PROMPTS, max_new_tokens=NUM_NEW, policy=SMALL, **how)
     assert (out.tokens, out.num_accepted) == (expected.tokens, expected.num_accepted)
+
+
+@pytest.fixture(scope='module')
+def overflowing():
+  """A target in float16 whose logits become NaN after prompt [1, 2, 3] and two more tokens, and after [40] at once."""
+  config = dataclasses.replace(tiny.TARGET, tied_head=False)
+  target = tiny.target(config)
+  second = decode.generate(target, None, PROMPTS[:1], max_new_tokens=2).tokens[0][1]
+  embed_VD = target.params['embed']['weight'].at[jnp.asarray([second, 40])].set(jnp.nan)
+  params = {**target.params, 'embed': {'weight': embed_VD}}
+  return dataclasses.replace(target, params=jax.tree.map(lambda x: x.astype(jnp.float16), params))
+
+
+@pytest.mark.parametrize(('prompt', 'how'), [([40], {}), ([40], SAMPLINGS[1]), ([1, 2, 3], {})])
+def test_logits_of_nan_are_an_error_that_names_the_dtype(overflowing, prompt, how):
+  options = {'max_new_tokens': NUM_NEW, 'eos_ids': (), **how}
+  with pytest.raises(ValueError, match='NaN .*float16'):
+    decode.generate(overflowing, None, [prompt], **options)
+  with pytest.raises(ValueError, match='NaN .*float16'):
+    list(decode.stream(overflowing, None, prompt, **options))
+
+
+def test_sequences_before_one_of_nan_are_yielded(overflowing):
+  answers = decode.generate_each(overflowing, None, [[7], [40]], batch_size=1, max_new_tokens=1)
+  assert len(next(answers).tokens) == 1
+  with pytest.raises(ValueError, match='float16'):
+    next(answers)
+
+
+def test_a_choice_among_nan_ends_a_sequence_of_the_pure_core(overflowing):
+  params, spec = decode.build(overflowing, None)
+  prompt_BL, length_B = decode.pad_prompts([[40], [7]], 1)
+  state = decode.prefill(params, prompt_BL, length_B, spec=spec, max_new_tokens=4, eos_ids=())
+  tokens_BN, length_B, _ = decode.result(decode.decode_loop(params, state, spec=spec))
+  assert tokens_BN[0].tolist() == [NAN_SCORE] + [-1] * (tokens_BN.shape[1] - 1)
+  assert length_B.tolist() == [1, 4]
 
 
 @pytest.mark.parametrize('policy', ['plain', SMALL], ids=str)

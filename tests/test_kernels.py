@@ -107,6 +107,7 @@ CASES = {
   'argmax': Case(argmax.argmax, argmax.reference, (jnp.asarray([0.5, -jnp.inf, 2.0, 1.0, 2.0, 2.0]),)),
   'scan, one step': scanned(1, set()),
   'scan, four steps': scanned(4, {'cpu'}),
+  'argmax, NaN': Case(argmax.argmax, argmax.reference, (jnp.asarray([0.5, jnp.nan, 2.0]),)),
   'top_k, whole': largest(512, 10, set()),
   'top_k, many': largest(1024, 513, set()),
   'top_k, two parts': largest(513, 10, {'gpu'}),

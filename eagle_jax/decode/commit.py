@@ -1,5 +1,6 @@
 """Verdict to next state: which tokens are emitted, what the caches keep, which sequences end."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,12 +9,24 @@ import jax.numpy as jnp
 from eagle_jax.cache import NewEntries, append
 from eagle_jax.decode.state import DecodeState, Limits, Params, Spec
 from eagle_jax.decode.verify import Verdict
+from eagle_jax.kernels.argmax import NAN_SCORE
 
 
 def is_eos(token: jax.Array, limits: Limits) -> jax.Array:
-  """Compare tokens of any shape with the EOS ids: bool, of that shape. NO_TOKEN matches an unused EOS slot, so ask
-  only of tokens that may be emitted."""
-  return jnp.any(token[..., None] == limits.eos.reshape((1,) * token.ndim + (-1,)), axis=-1)
+  """Compare tokens of any shape with the EOS ids: bool, of that shape. A choice among NaN ends a sequence too.
+
+  NO_TOKEN matches an unused EOS slot, so ask only of tokens that may be emitted.
+  """
+  return jnp.any(token[..., None] == limits.eos.reshape((1,) * token.ndim + (-1,)), axis=-1) | (token == NAN_SCORE)
+
+
+def require_numbers(tokens: Sequence[int], target: Any) -> None:
+  """Raise a ValueError if a sequence ended because its logits were NaN; on the host, so it costs the loop nothing."""
+  if len(tokens) and tokens[-1] == NAN_SCORE:
+    raise ValueError(
+      f"The target computed logits of NaN in {getattr(target, 'dtype', 'its dtype')}: load it with dtype='float32' or "
+      "'bfloat16', whose range is wider than float16's, or check its weights."
+    )
 
 
 def num_emitted(token_P: jax.Array, num_ready: jax.Array, room: jax.Array, limits: Limits) -> jax.Array:

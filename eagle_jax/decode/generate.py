@@ -13,6 +13,7 @@ from eagle_jax.decode.auto import resolve_policy
 from eagle_jax.decode.batching import Batcher, Request, in_order
 from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.decode.build import assemble
+from eagle_jax.decode.commit import require_numbers
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.record import Cycle, run_traced, traced_step
@@ -272,6 +273,7 @@ class Answers(_Timed, Iterator[Answer]):
     run = self._run_batch if is_one_batch else self._run_refilled
     for outputs in in_order(run(mesh_of(target.params))):
       tokens = outputs.newest(outputs.work.num_tokens)
+      require_numbers(tokens, self._request.spec.target)
       text = target.tokenizer.decode(tokens) if target.tokenizer else None
       yield Answer(tokens, text, outputs.num_accepted[: outputs.work.num_passes].tolist())
 
@@ -361,6 +363,7 @@ class Stream(_Timed, Iterator[Chunk]):
     outputs, is_done = fetched((Outputs.of(state), state.is_done))
     one = jax.tree.map(lambda x_1: x_1[0], outputs)
     tokens = one.newest(one.work.num_tokens - self._newest.num_tokens[0])
+    require_numbers(tokens, self._request.spec.target)
     self._newest = outputs.work
     num_passes = int(one.work.num_passes)
     text = ''

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.decode.batching import Batcher, Request
+from eagle_jax.decode.commit import require_numbers
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.draft.plain import NoDrafter
@@ -119,6 +120,7 @@ class Answerer:
     for number, (text_S, num_seen, feature_SD) in self._batcher.run(requests, _RECORDED):
       request = requests[number]
       token_N = text_S[len(request.token) : num_seen + 1].copy()
+      require_numbers(token_N, self.target)
       yield Answer(request, token_N, feature_SD[:num_seen].copy())
 
 
