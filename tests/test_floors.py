@@ -25,7 +25,7 @@ ORDER = {
     '__init__', 'dispatch', 'tiling', 'layout', 'scan', 'random', 'argmax', 'top_k', 'write_kv', 'einsum',
     'ordering', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
   ),
-  'models': ('__init__', 'interface', 'layers', 'transformer', 'rounded'),
+  'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),
   'draft': (
     '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle3', 'drafter', 'tables', 'heads',

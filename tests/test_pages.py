@@ -21,7 +21,8 @@ import eagle_jax
 import tiny
 from eagle_jax import decode, hub
 from eagle_jax.draft import kinds
-from eagle_jax.weights import folder, naming
+from eagle_jax.models import families
+from eagle_jax.weights import naming
 from eagle_jax.weights.safetensors import write_safetensors
 from tiny_files import TINY, random_tensors
 
@@ -247,7 +248,7 @@ ASKED = [Letters().encode_prompt('Why is the sky blue?'), [1, 90, 18], [1, 26]]
 def readme():
   """What the README's Python, run from top to bottom with a tiny pair, defined and printed; `plain` answers ASKED."""
   target, drafter = tiny.target(SMALL, tokenizer=Letters()), tiny.drafter()
-  make_mesh, names, registries = eagle_jax.make_mesh, {'__name__': 'readme'}, (folder.FAMILIES, kinds.KINDS)
+  make_mesh, names, registries = eagle_jax.make_mesh, {'__name__': 'readme'}, (families.FAMILIES, kinds.KINDS)
   before = [{*registry} for registry in registries]
   with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
     patch.setattr(eagle_jax, 'load_target', lambda name, *, dtype='float32', mesh=None: target)

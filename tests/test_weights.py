@@ -79,7 +79,7 @@ def test_gguf_of_qwen2(tmp_path):
   file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors, arch='qwen2'))
   config = gguf_file.target_config(file)
   assert dataclasses.replace(config, norm_eps=TINY.norm_eps) == biased
-  assert gguf_file.architecture(file).permuted_qk is False
+  assert gguf_file.read_family(file).permuted_qk is False
   attention = assemble(file.tensors(), table, jnp.float32)['layer_1']['attn']
   q_GJKD, k_bias_GK = attention['qkv']['weight'][:, :-2], attention['qkv']['bias'][:, -2]
   np.testing.assert_array_equal(q_GJKD.reshape(32, 32), tensors['blk.1.attn_q.weight'])

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
-from eagle_jax.weights.folder import FAMILIES, llama_fields, read_json, read_names, read_tensors
+from eagle_jax.models.families import FAMILIES
+from eagle_jax.weights.folder import llama_fields, read_json, read_names, read_tensors
 from eagle_jax.weights.layouts import Keys
 
 log = logging.getLogger('eagle_jax')

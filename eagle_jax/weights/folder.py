@@ -1,7 +1,6 @@
 """Folders of config.json + safetensors: what they describe and the tensors they hold."""
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,40 +10,13 @@ import numpy as np
 
 from eagle_jax.config import TargetConfig
 from eagle_jax.files import parse_json
+from eagle_jax.models.families import FAMILIES, Family
 from eagle_jax.weights.layouts import Keys
 from eagle_jax.weights.pickled import pickled_names, read_pickled
 from eagle_jax.weights.rope import read_rope
 from eagle_jax.weights.safetensors import read_safetensors, safetensors_names
 
 log = logging.getLogger('eagle_jax')
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-  """What a Hugging Face model_type makes of a plain Llama decoder; the rest is in its config.json."""
-
-  needed: tuple[str, ...] = ()  # keys that must be there: absent, they mean a number of the family's own
-  rope_theta: float = 10_000.0  # what an absent base means
-  qkv_bias: bool = False
-  qk_norm: bool = False
-  is_windowed: bool = False  # `sliding_window` holds, for every layer
-  window: int | None = None  # what an absent `sliding_window` means
-  is_routed: bool = False
-  has_biases: bool = False  # `attention_bias` holds: of queries, keys, values and the output
-
-
-FAMILIES = {
-  'llama': Family(has_biases=True),
-  'mistral': Family(('num_key_value_heads',), is_windowed=True, window=4096),
-  'mixtral': Family(
-    ('num_key_value_heads', 'num_local_experts', 'num_experts_per_tok'),
-    rope_theta=1_000_000.0,
-    is_windowed=True,
-    is_routed=True,
-  ),
-  'qwen2': Family(('num_key_value_heads',), qkv_bias=True),
-  'qwen3': Family(('num_key_value_heads', 'head_dim'), qk_norm=True, has_biases=True),
-}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -12,24 +12,9 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.config import TargetConfig
+from eagle_jax.models.families import FAMILIES, Family
 
 _DEFAULT_ROPE_THETA = 10_000.0  # what GGUF means by an absent rope.freq_base
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-  """What a GGUF architecture does to a plain Llama decoder on its way into the file."""
-
-  permuted_qk: bool  # q and k rows are stored for interleaved RoPE; `naming.gguf_table` turns them back
-  qkv_bias: bool = False
-  qk_norm: bool = False
-
-
-ARCHITECTURES = {
-  'llama': Architecture(permuted_qk=True),
-  'qwen2': Architecture(permuted_qk=False, qkv_bias=True),
-  'qwen3': Architecture(permuted_qk=False, qk_norm=True),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +123,12 @@ def _read_part(path: Path) -> GGUFFile:
   return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
-def architecture(file: GGUFFile) -> Architecture:
-  """The row of `ARCHITECTURES` this file belongs to; ValueError if there is none."""
-  name = file.metadata.get('general.architecture')
-  if name not in ARCHITECTURES:
-    raise ValueError(f'{file.path}: GGUF architecture {name!r} is not supported; one of {sorted(ARCHITECTURES)} is.')
-  return ARCHITECTURES[name]
+def read_family(file: GGUFFile) -> Family:
+  """Find the file's architecture in `FAMILIES`; ValueError if GGUF files of it cannot be read."""
+  name, known = file.metadata.get('general.architecture'), [name for name in FAMILIES if FAMILIES[name].is_in_gguf]
+  if name not in known:
+    raise ValueError(f'{file.path}: GGUF architecture {name!r} is not supported; one of {sorted(known)} is.')
+  return FAMILIES[name]
 
 
 def target_config(file: GGUFFile) -> TargetConfig:
@@ -152,7 +137,7 @@ def target_config(file: GGUFFile) -> TargetConfig:
   Raises:
     ValueError: unsupported architecture or variant, or missing fields (all listed at once).
   """
-  own = architecture(file)
+  family = read_family(file)
   arch = file.metadata['general.architecture']
   fields = {key.removeprefix(f'{arch}.'): value for key, value in file.metadata.items() if key.startswith(f'{arch}.')}
   _require_fields(file, arch, fields)
@@ -175,8 +160,8 @@ def target_config(file: GGUFFile) -> TargetConfig:
     rope_theta=float(fields.get('rope.freq_base', _DEFAULT_ROPE_THETA)),
     rope_slowdown=_rope_slowdown(file),
     tied_head='output.weight' not in file.tensor_names,
-    qkv_bias=own.qkv_bias,
-    qk_norm=own.qk_norm,
+    qkv_bias=family.qkv_bias,
+    qk_norm=family.qk_norm,
     eos_ids=_eos_ids(file.metadata),
     name=str(file.metadata.get('general.name', file.path.stem)),
   )

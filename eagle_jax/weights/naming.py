@@ -153,7 +153,7 @@ _HF_EXPERT = {'gate': 'w1', 'up': 'w3', 'down': 'w2'}
 
 
 def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
-  """GGUF names of a dense Llama-kind target; `permuted_qk` is `gguf.Architecture.permuted_qk`."""
+  """GGUF names of a dense Llama-kind target; `permuted_qk` is `Family.permuted_qk`."""
   entries = _outer_entries(config, 'token_embd.weight', 'output_norm.weight', 'output.weight')
   for i in range(config.num_layers):
     layer, block = f'layer_{i}', f'blk.{i}'
@@ -169,7 +169,7 @@ def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
 
 
 def hf_table(config: TargetConfig) -> Table:
-  """Hugging Face names of a Llama-kind target: those of the families in `folder.FAMILIES`."""
+  """Hugging Face names of a Llama-kind target: those of the families in `models.families`."""
   entries = _outer_entries(config, 'model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight')
   optional = set()
   if config.tied_head:  # some files repeat the embedding under this name, and in some it is another matrix all the same
