@@ -111,7 +111,7 @@ def test_impossible_requests_are_errors(target, count):
 
 
 def test_features_of_whole_texts(target, monkeypatch):
-  monkeypatch.setattr('eagle_jax.train.answers._TOKENS_PER_PASS', 64)  # several passes, the last one not full
+  monkeypatch.setattr('eagle_jax.evaluate.features._TOKENS_PER_PASS', 64)  # several passes, the last one not full
   texts = [request.token for request in requests(13)]
   for text, feature in zip(texts, features(target, texts), strict=True):
     assert feature.dtype == jnp.bfloat16
