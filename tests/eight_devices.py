@@ -43,6 +43,7 @@ MESHES = {'none': None, '1x4': (4, 4), '2x4': (8, 4), '8x1': (8, 1)}  # data x m
 POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8, lookup=True)}
 SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top_k': 12, 'seed': 5}}
 BATCHES = (8, 1)
+COVERED = '1x4'  # by 2x4, which splits a model alike; the dynamic policy alone decodes on it
 FAMILIES = {
   'biased': {'qkv_bias': True, 'qk_norm': True, 'window': 4},
   'grouped': {'num_kv_heads': 2, 'qkv_bias': True},  # fewer than devices a model: each head's weights are split
@@ -92,9 +93,14 @@ def logits(switches, mesh) -> tuple[np.ndarray, int]:
   return np.asarray(program(params)), max(sizes, default=0)
 
 
+@functools.cache
+def unsharded_logits(switches: tuple[tuple[str, int], ...]) -> tuple[np.ndarray, int]:
+  return logits(dict(switches), None)
+
+
 def compared(switches, mesh) -> tuple[float, int]:
   """Error of the logits on a mesh, relative to the largest of them, and the longest sum."""
-  expected_VBL, _ = logits(switches, None)
+  expected_VBL, _ = unsharded_logits(tuple(switches.items()))
   found_VBL, longest = logits(switches, mesh)
   return float(abs(found_VBL - expected_VBL).max() / abs(expected_VBL).max()), longest
 
@@ -185,12 +191,16 @@ def main() -> None:
         for path, leaf in leaves
       }
       for policy_name, policy in POLICIES.items():
+        if mesh_name == COVERED and policy_name != 'dynamic':
+          continue
         for batch in BATCHES:
           for sampling_name, sampling in SAMPLING.items():
             request = {'max_new_tokens': 16, 'policy': policy, **sampling}
             given = decode.generate(target, drafter, prompts[:batch], **request)
             case = f'{policy_name} {batch} {sampling_name}'
             cases.setdefault(case, {})[mesh_name] = [given.tokens, given.num_accepted]
+      if mesh_name == COVERED:
+        continue
       request = {'max_new_tokens': 16, 'policy': POLICIES['dynamic'], **SAMPLING['sampled']}
       given, programs[mesh_name] = refilled(target, drafter, prompts, batch_size=4, **request)
       cases.setdefault('refilled 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
