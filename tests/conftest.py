@@ -13,6 +13,10 @@ from jax.experimental.compilation_cache import compilation_cache
 import quick
 
 MAX_MAPS = 12_000
+HEAVY = (
+  'test_sharding', 'test_cost', 'test_decode', 'test_oracle', 'test_train', 'test_continuous', 'test_processes',
+  'test_launch', 'test_families', 'test_real', 'test_stored', 'test_replay',
+)  # fmt: skip
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
@@ -24,6 +28,13 @@ def pytest_configure(config):
     folder = tempfile.mkdtemp(prefix='eagle_jax_programs_')
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     use_cache(folder)
+  if hasattr(config.option, 'loadscopereorder'):
+    config.option.loadscopereorder = False  # else xdist begins with the files of most tests
+
+
+def pytest_collection_modifyitems(items):
+  """Files that take longest come first, so that no worker is left with one of them at the end."""
+  items.sort(key=lambda item: HEAVY.index(item.path.stem) if item.path.stem in HEAVY else len(HEAVY))
 
 
 def use_cache(folder):

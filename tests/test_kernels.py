@@ -30,6 +30,8 @@ from eagle_jax.kernels import (
 from eagle_jax.kernels.tiling import round_up_slots
 from eagle_jax.models.layers import CachedAttention
 
+pytestmark = pytest.mark.optimised
+
 
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
   return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)

@@ -13,7 +13,7 @@ from eagle_jax.decode.record import Cycle, sibling_ranks
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.tree import NO_PARENT, NO_TOKEN
-from test_cost import COSTS
+from tiny_costs import COSTS
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11]]
 SMALL = DynamicTree(4, 3, 3, 8)
