@@ -30,10 +30,10 @@ class NewEntries(NamedTuple):
   keys: tuple[jax.Array, ...]  # a layer: [B, G, T, K], rotated already
   values: tuple[jax.Array, ...]  # a layer: [B, G, T, K]
 
-  def at(self, index_BP: jax.Array) -> 'NewEntries':
+  def take(self, index_BP: jax.Array) -> 'NewEntries':
     """Take these entries of each sequence, [B, G, P, K]; for an index beyond the last it is the last."""
-    take = jax.vmap(lambda kv_GTK, index_P: jnp.take(kv_GTK, index_P, axis=1, mode='clip'))
-    return jax.tree.map(lambda kv_BGTK: take(kv_BGTK, index_BP), self)
+    take_each = jax.vmap(lambda kv_GTK, index_P: jnp.take(kv_GTK, index_P, axis=1, mode='clip'))
+    return jax.tree.map(lambda kv_BGTK: take_each(kv_BGTK, index_BP), self)
 
 
 def init(config: Any, *, num_layers: int, batch: int, num_slots: int, dtype: Any) -> KVCache:

@@ -275,7 +275,7 @@ def test_accepted_rows_are_appended(seed):
     path_P[:count] = np.sort(rng.choice(T, count, replace=False))
   cache = kv_cache.KVCache(tuple(map(jnp.asarray, old[:2])), tuple(map(jnp.asarray, old[2:])), jnp.asarray(length_B))
   rows = kv_cache.NewEntries(tuple(map(jnp.asarray, new[:2])), tuple(map(jnp.asarray, new[2:])))
-  after = kv_cache.append(cache, rows.at(jnp.asarray(path_BP)), jnp.asarray(count_B))
+  after = kv_cache.append(cache, rows.take(jnp.asarray(path_BP)), jnp.asarray(count_B))
   np.testing.assert_array_equal(after.length, length_B + count_B)
   for before, found, then in zip(old, new, (*after.keys, *after.values), strict=True):
     for b, (length, count) in enumerate(zip(length_B, count_B, strict=True)):

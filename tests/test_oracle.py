@@ -345,11 +345,11 @@ def without_a_walk(tree, shown, choose, *, max_depth):
   return verify_parallel(tree, shown, choose=choose, max_depth=max_depth)
 
 
-right_depth, right_mask, right_rows = loop.depth, loop.ancestor_mask, NewEntries.at
+right_depth, right_mask, right_rows = loop.depth, loop.ancestor_mask, NewEntries.take
 FAULTS = {
   'none': (loop, 'verify_batch', noise_of_the(lambda length, node, depth, step: length + depth + 1)),
   'none, verified as on GPUs': (loop, 'verify', without_a_walk),
-  'other rows than the accepted ones are kept': (NewEntries, 'at', the_first_rows),
+  'other rows than the accepted ones are kept': (NewEntries, 'take', the_first_rows),
   'one position late': (loop, 'depth', late_position),
   'one wrong mask bit': (loop, 'ancestor_mask', one_wrong_bit),
   'noise by node': (loop, 'verify_batch', noise_of_the(lambda length, node, depth, step: length + node + 1)),

@@ -14,7 +14,7 @@ from eagle_jax.config import Eagle3Config
 from eagle_jax.decode import auto
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.kernels.int8 import Quantised, multiply_bytes, quantised
+from eagle_jax.kernels.int8 import Quantised, multiply_bytes, round_to_int8
 from eagle_jax.kernels.int8 import reference as multiply
 from eagle_jax.policy import cost_store
 from eagle_jax.policy.trees import Chain, DynamicTree
@@ -32,7 +32,7 @@ def normal(*shape, seed=0):
 def test_a_matrix_becomes_the_nearest():
   matrix_OI = normal(3, 5, 32) * np.logspace(-6, 6, 5, dtype=np.float32)[:, None]
   matrix_OI[0, 0] = 0
-  found = quantised(jnp.asarray(matrix_OI))
+  found = round_to_int8(jnp.asarray(matrix_OI))
   assert (found.value.dtype, found.scale.dtype, found.dtype) == (jnp.int8, jnp.float32, jnp.float32)
   assert found.shape == matrix_OI.shape
   error_OI = np.abs(np.asarray(found.scale)[..., None] * np.asarray(found.value, np.float32) - matrix_OI)
@@ -42,7 +42,7 @@ def test_a_matrix_becomes_the_nearest():
 @pytest.mark.parametrize('num_columns', [1, 2, 5])
 @pytest.mark.parametrize('rows', [(6,), (2, 3)])
 def test_both_products_are_those_of_the_matrix(rows, num_columns):
-  matrix = quantised(jnp.asarray(normal(*rows, 64)))
+  matrix = round_to_int8(jnp.asarray(normal(*rows, 64)))
   x_IR = jnp.asarray(normal(64, num_columns, seed=1))
   exact = np.tensordot(np.asarray(matrix.value, np.float32), x_IR, axes=1)
   np.testing.assert_allclose(multiply(matrix.value, x_IR), exact, rtol=1e-4, atol=1e-3)
@@ -65,7 +65,7 @@ def test_what_stands_beside_larger_numbers_counts(num_parts, error):
   """An embedding beside a feature that is a hundred times larger, with weights that are as much smaller."""
   weight_OI = jnp.asarray(np.concatenate([normal(16, 32), 1e-2 * normal(16, 32, seed=1)], axis=1))
   x_IR = jnp.asarray(np.concatenate([normal(32, 3, seed=2), 100 * normal(32, 3, seed=3)]))
-  value_OI = quantised(weight_OI).value.at[:, 32:].set(0)  # what the embedding gives, alone
+  value_OI = round_to_int8(weight_OI).value.at[:, 32:].set(0)  # what the embedding gives, alone
   exact = multiply(value_OI, x_IR)
   found = multiply_bytes(value_OI, x_IR, num_parts=num_parts)
   assert error[0] <= float(jnp.abs(found - exact).max() / jnp.abs(exact).max()) < error[1]

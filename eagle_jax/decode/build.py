@@ -11,7 +11,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of
 from eagle_jax.draft.lookup import WEIGHTS
 from eagle_jax.draft.plain import NoDrafter
-from eagle_jax.kernels.int8 import Quantised, quantised
+from eagle_jax.kernels.int8 import Quantised, round_to_int8
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.trees import Plain, TreePolicy
@@ -104,5 +104,5 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
     head_UD, whole = target.head_of(ids_U), {'whole_head': head_UD}
   if drafter.is_quantised:
     is_rounded = isinstance(head_UD, Quantised)  # the target's, which may not round columns: a drafter may
-    head_UD = dataclasses.replace(head_UD, keeps_columns=False) if is_rounded else quantised(head_UD)
+    head_UD = dataclasses.replace(head_UD, keeps_columns=False) if is_rounded else round_to_int8(head_UD)
   return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}

@@ -83,7 +83,7 @@ def verify_tree(params: Params, state: DecodeState, candidates: Candidates, *, n
   logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_batch(full, logits_VBT, state, spec=spec)
   path_BP = verdict.path
-  tree_pass = TreePass(padded(tree, spec.policy.num_nodes), verdict, rows.at(path_BP), take_nodes(taps, path_BP))
+  tree_pass = TreePass(padded(tree, spec.policy.num_nodes), verdict, rows.take(path_BP), take_nodes(taps, path_BP))
   if not spec.is_traced:
     return tree_pass
   log_p_BT = jax.vmap(node_log_p, in_axes=(0, 1))(tree, logits_VBT)

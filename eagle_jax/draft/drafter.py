@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.kernels.int8 import Quantised, quantised
+from eagle_jax.kernels.int8 import Quantised, round_to_int8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,6 @@ def _in_bytes(params: dict[str, Any], *, width: int) -> dict[str, Any]:
     *_, owner, name = ('', *(key.key for key in path))
     if name != 'weight' or owner == 'embed':
       return x
-    return quantised(x, num_parts=x.shape[-1] // width if owner == 'fc' else 1)
+    return round_to_int8(x, num_parts=x.shape[-1] // width if owner == 'fc' else 1)
 
   return jax.tree_util.tree_map_with_path(small, params)

@@ -97,8 +97,8 @@ def reads_bytes() -> bool:
 
 
 @functools.partial(jax.jit, static_argnames='num_parts')
-def quantised(matrix_OI: jax.Array, *, num_parts: int = 1) -> Quantised:
-  """The nearest to a matrix [..., I] of floats: of each output the largest number becomes 127."""
+def round_to_int8(matrix_OI: jax.Array, *, num_parts: int = 1) -> Quantised:
+  """Round a matrix [..., I] of floats: of each output the largest number becomes 127."""
   matrix32_OI = matrix_OI.astype(jnp.float32)
   scale_O = jnp.abs(matrix32_OI).max(axis=-1) / LARGEST
   return Quantised(round_to_unit(matrix32_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)
