@@ -71,7 +71,7 @@ def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.
   """The largest u32 `t` for which the weights of `order >= t` sum to `need`: a bisection bit by bit, never a sort."""
 
   def decide_bit(i, t):
-    candidate = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+    candidate = t | (jnp.uint32(1) << jnp.uint32(31 - i))
     return jnp.where(jnp.where(order_V >= candidate, weight_V, 0).sum() >= need, candidate, t)
 
   return jax.lax.fori_loop(0, 32, decide_bit, jnp.uint32(0))

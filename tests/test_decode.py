@@ -142,6 +142,15 @@ def test_a_choice_among_nan_ends_a_sequence_of_the_pure_core(overflowing):
   assert length_B.tolist() == [1, 4]
 
 
+def test_decoding_works_while_jit_is_disabled(target, drafter):
+  """As people do to debug."""
+  options = {'max_new_tokens': 2, 'policy': Chain(1), 'temperature': 0.7, 'top_k': 20, 'top_p': 0.8}
+  expected = decode.generate(target, drafter, PROMPTS[:1], **options)
+  with jax.disable_jit():
+    out = decode.generate(target, drafter, PROMPTS[:1], **options)
+  assert (out.tokens, out.num_accepted) == (expected.tokens, expected.num_accepted)
+
+
 @pytest.mark.parametrize('policy', ['plain', SMALL], ids=str)
 def test_unused_rows_change_nothing(target, drafter, plain, policy):
   """A pass has as many rows as a matrix product takes, whatever the tree."""
