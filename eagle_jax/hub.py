@@ -17,7 +17,7 @@ from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.decode.request import require_pair
 from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.files import replacing
+from eagle_jax.files import differences, replacing
 from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
@@ -240,6 +240,19 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   if provenance is not None:
     _write_json(path / 'provenance.json', provenance)
   _write_json(path / 'config.json', kinds.own_content(drafter.config))
+
+
+def require_same(drafter: Drafter, again: Drafter, target: Target) -> None:
+  """Raise ValueError unless two drafters are the same to the bit, but for their names."""
+
+  def described(drafter: Drafter) -> dict[str, Any]:
+    taps = drafter.config.tapped_layers(target.config.num_layers)  # which may be the usual ones unsaid
+    return dataclasses.asdict(drafter.config) | {'name': None, 'taps': taps}
+
+  if wrong := differences(described(drafter), described(again)):
+    raise ValueError(f'Drafter {drafter.config.name!r} comes back with other settings: {wrong}.')
+  if not all(jax.tree.leaves(jax.tree.map(np.array_equal, again.params, drafter.params))):
+    raise ValueError(f'Drafter {drafter.config.name!r} comes back with other numbers.')
 
 
 def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import common
 import entry
 import jax
-import numpy as np
 from absl import flags
 
 from eagle_jax import hub
@@ -50,7 +49,7 @@ def write(target, drafter, out: Path) -> None:
   else:
     hub.export_drafter(drafter, out, target, layout=FLAGS.to)
   again = hub.load_drafter(out, target, dtype=FLAGS.drafter_dtype)
-  jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+  hub.require_same(drafter, again, target)
 
 
 if __name__ == '__main__':

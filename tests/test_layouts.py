@@ -297,6 +297,16 @@ def test_every_config_is_of_one_kind():
     assert borrowed <= kinds.kind_of(drafter.config).borrows
 
 
+def test_what_comes_back_otherwise_is_an_error():
+  drafter = HEADS['eagle3']
+  renamed = dataclasses.replace(drafter.config, name='again')
+  hub.require_same(drafter, Drafter(renamed, drafter.params), tiny.target(TARGET))
+  with pytest.raises(ValueError, match='window None, not 3'):
+    hub.require_same(drafter, Drafter(dataclasses.replace(renamed, window=3), drafter.params), tiny.target(TARGET))
+  with pytest.raises(ValueError, match='other numbers'):
+    hub.require_same(drafter, Drafter(renamed, jax.tree.map(jnp.negative, drafter.params)), tiny.target(TARGET))
+
+
 def test_a_layout_without_a_kind_says_so():
   name = 'a kind of another day'
   with pytest.raises(ValueError, match=name):

@@ -37,6 +37,7 @@ _EAGLE_ARCHITECTURES = frozenset({
 })  # fmt: skip
 _EAGLE3_ARCHITECTURES = frozenset({
   'LlamaForCausalLM', 'LlamaForCausalLMEagle3', 'Eagle3LlamaForCausalLM', 'Eagle3Speculator', 'Eagle3DraftModel',
+  'LlamaEagle3DraftModel',
 })  # fmt: skip
 
 
@@ -102,19 +103,19 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
   architecture = ''.join(keys.get('architectures', []))
   if _SPECULATORS in keys:
     layer = _speculators_layer(folder, keys)
-    has_fc_bias = bool(keys.get('fusion_bias', False))
+    has_fc_bias = keys.flag('fusion_bias')
     _require(folder, keys, 'layernorms', (False,), 'engines disagree on what its norms are applied to')
     _refuse_window(folder, layer)
   else:
     layer = keys.nested('model') if keys.get('model_type') == 'eagle' else keys
     never = architecture == 'EagleLlamaForCausalLM'  # vLLM builds none
-    has_fc_bias = bool(layer.get('bias', keys.get('eagle_fc_bias', not never)))
+    has_fc_bias = layer.flag('bias', keys.flag('eagle_fc_bias', not never))
     _require(folder, layer, 'num_hidden_layers', (1,), 'a drafter has one layer')
     _read_past(keys, layer, _WINDOW)  # none of these engines gives it a window
   fields = llama_fields(folder, layer, FAMILIES['llama'])
   _require(folder, keys, 'truncated_vocab_size', (fields['vocab_size'],), 'which ids it drafts would not be known')
-  has_biases = bool(layer.get('attention_bias', False))  # of the output projection, too
-  has_qkv_bias = bool(layer.get('qkv_bias', architecture == 'Qwen2ForCausalLMEagle'))
+  has_biases = layer.flag('attention_bias')  # of the output projection, too
+  has_qkv_bias = layer.flag('qkv_bias', architecture == 'Qwen2ForCausalLMEagle')
   config = DrafterConfig(
     **fields,
     fc_bias=has_fc_bias,
@@ -138,32 +139,15 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   keys, names = Keys(content), read_names(folder)
   _require_architecture(folder, keys, _EAGLE3_ARCHITECTURES)
   is_midlayer = _SPECULATORS not in keys and (not names or any('midlayer.' in name for name in names))
-  window, has_biases = None, False
-  if _SPECULATORS in keys:
-    layer = _speculators_layer(folder, keys)
-    window = _window(folder, layer)
-    if 'norm_before_residual' not in keys:
-      raise ValueError(
-        f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
-      )
-  else:
-    layer = keys
-    if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window or biases
-      _read_past(keys, layer, (*_WINDOW, 'num_hidden_layers', 'attention_bias'))
-    else:
-      _refuse_window(folder, layer)
-      _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
-  if not is_midlayer:
-    has_biases = bool(layer.get('attention_bias', False))  # of the output projection, too
+  layer, window, has_biases = _eagle3_layer(folder, keys, is_midlayer)
   nested = keys.nested('eagle_config')
-  norm_before_fc = _same_everywhere(folder, 'norm_before_fc', keys, nested)
   fields = llama_fields(folder, layer, FAMILIES['llama'])
   num_ids = _same_everywhere(folder, 'draft_vocab_size', keys, keys, 'truncated_vocab_size') or fields['vocab_size']
   target_width = int(keys.get('target_hidden_size', fields['width']))
-  is_trained = bool(keys.get('embed_requires_grad', False))  # its embedding
+  is_trained = keys.flag('embed_requires_grad')  # its embedding
   taps = _taps(folder, keys, nested, target.num_layers)
   _require(folder, keys, 'num_aux_hidden_states', (3 if taps is None else len(taps),), 'which they are is not said')
-  if not nested.get('use_aux_hidden_state', True):
+  if not nested.flag('use_aux_hidden_state', True):
     taps = ()
   _require(folder, keys, 'num_target_layers', (target.num_layers,), f'the target has {target.num_layers} layers')
   config = Eagle3Config(
@@ -172,19 +156,36 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
     taps=taps,
     draft_vocab_size=None if num_ids == fields['vocab_size'] else int(num_ids),
     own_embedding=is_trained or target_width != fields['width'],
-    fc_bias=bool(keys.get('bias', False)),
+    fc_bias=keys.flag('bias'),
     qkv_bias=has_biases,
     o_bias=has_biases,
     qk_norm=_SPECULATORS in keys and layer['model_type'] == 'qwen3',
     window=window,
-    norm_before_fc=bool(norm_before_fc),
-    norm_before_residual=bool(keys.get('norm_before_residual', False)),
-    fc_norm=bool(_same_everywhere(folder, 'fc_norm', keys, keys, 'use_aux_norm')),
+    norm_before_fc=_is_on(folder, 'norm_before_fc', keys, nested),
+    norm_before_residual=keys.flag('norm_before_residual'),
+    fc_norm=_is_on(folder, 'fc_norm', keys, keys, 'use_aux_norm'),
     norm_output=_norm_output(folder, keys, is_midlayer),
     name=folder.name,
   )
   keys.require_known(folder)
   return config
+
+
+def _eagle3_layer(folder: Path, keys: Keys, is_midlayer: bool) -> tuple[Keys, int | None, bool]:
+  """The keys of the layer, its window, and whether the four projections of attention have biases."""
+  if _SPECULATORS in keys:
+    layer = _speculators_layer(folder, keys)
+    if 'norm_before_residual' not in keys:
+      raise ValueError(
+        f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
+      )
+    return layer, _window(folder, layer), layer.flag('attention_bias')
+  if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window or biases
+    _read_past(keys, keys, (*_WINDOW, 'num_hidden_layers', 'attention_bias'))
+    return keys, None, False
+  _refuse_window(folder, keys)
+  _require(folder, keys, 'num_hidden_layers', (1,), 'only heads of one layer are')
+  return keys, None, keys.flag('attention_bias')
 
 
 def _same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> Any:
@@ -193,6 +194,11 @@ def _same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: s
   if value is not None and other is not None and value != other:
     raise ValueError(f'{folder}/config.json contradicts itself: {name} is {value!r}, {alias or name} is {other!r}.')
   return other if value is None else value
+
+
+def _is_on(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> bool:
+  _same_everywhere(folder, name, keys, others, alias)
+  return keys.flag(name, others.flag(alias or name))
 
 
 _WINDOW = ('layer_types', 'sliding_window', 'use_sliding_window')
@@ -233,12 +239,17 @@ def _norm_output(folder: Path, keys: Keys, is_midlayer: bool) -> bool:
   vLLM, SGLang, speculators and AutoModel mean that. SpecForge up to 0.2.0, whose tensors say `midlayer`, means by
   false a head that reads outputs without the norm.
   """
-  value = bool(keys.get('norm_output', False))
+  value = keys.flag('norm_output')
   if 'norm_output' in keys and not value and is_midlayer:
     raise ValueError(
       f'{folder}: norm_output false means to SpecForge up to 0.2.0 that the head reads outputs without the final norm, '
       'which is not supported. If a later version trained this head, remove the key.'
     )
+  if value and is_midlayer:
+    log.warning(
+      '%s: norm_output: the next step reads the normed output, as in vLLM and SGLang. SpecForge up to 0.2.0 trained '
+      'heads to read it raw: if this is one, remove the key.', folder,
+    )  # fmt: skip
   return value
 
 

@@ -109,6 +109,17 @@ class Keys(Mapping[str, Any]):
   def __len__(self) -> int:
     return len(self.content)
 
+  def flag(self, name: str, default: bool = False) -> bool:
+    """Return a switch.
+
+    Raises:
+      ValueError: its value is neither true nor false: of a text, no one knows which it is taken for.
+    """
+    value = self.get(name, default)
+    if not isinstance(value, bool):
+      raise ValueError(f'{self._prefix}{name} is {value!r}; true or false is needed.')
+    return value
+
   def nested(self, name: str) -> 'Keys':
     """Return the object under a key, an empty one where there is none.
 

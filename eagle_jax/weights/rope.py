@@ -76,7 +76,7 @@ def _yarn(folder: Path, content: Keys, settings: Keys, head_dim: int, theta: flo
 
   fast, slow = float(settings.get('beta_fast', 32)), float(settings.get('beta_slow', 1))
   first, last = pair_that_turns(fast), pair_that_turns(slow)
-  if is_truncated := bool(settings.get('truncate', True)):
+  if is_truncated := settings.flag('truncate', True):
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, head_dim - 1)
   slow_K = np.clip((np.arange(head_dim // 2) - first) / (last - first or 0.001), 0, 1)

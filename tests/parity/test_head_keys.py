@@ -110,6 +110,11 @@ WRITERS = {
     ),
     lambda: without('t2d'), {}, (1, 4, 7),
   ),
+  'AutoModel': Writer(
+    FLAT3 | {'architectures': ['LlamaEagle3DraftModel'], 'mlp_bias': False, 'layer_types': ['full_attention'] * N}
+    | {'num_aux_hidden_states': 3, 'fc_norm': False, 'norm_output': False} | nested(1, 3, 4),
+    lambda: without('t2d'), {'layers.0.': 'model.layers.0.', 'fc': 'model.fc', 'norm.': 'model.norm.'}, (2, 4, 5),
+  ),
   'speculators 0.4': Writer(
     SPECULATORS | {
       'architectures': ['Eagle3DraftModel'], 'speculators_model_type': 'eagle3', 'speculators_version': '0.4.0',
@@ -269,7 +274,8 @@ def numbers(w: dict) -> dict:
 
 TAPS = 'eagle_aux_hidden_state_layer_ids'
 HEAD_NORMS = norms('layers.0.self_attn.q_norm', 'layers.0.self_attn.k_norm', width=K)
-EVERY, FLAT, ONE_LAYER = [*WRITERS], ['SpecForge', 'AngelSlim', 'SafeAILab', 'Model-Optimizer'], ['Model-Optimizer']
+EVERY, FLAT = [*WRITERS], ['SpecForge', 'AngelSlim', 'SafeAILab', 'Model-Optimizer', 'AutoModel']
+ONE_LAYER = ['Model-Optimizer', 'AutoModel']
 MIDLAYERS = ['SpecForge', 'AngelSlim', 'SafeAILab']
 V04 = ['speculators 0.4']
 EAGLE2 = [name for name in WRITERS if name not in EAGLE3]
@@ -289,7 +295,7 @@ SWITCHES: list[tuple[list[str], dict, dict, dict[str, Any]]] = [
   (MIDLAYERS + ONE_LAYER + V04, {'norm_output': True}, {}, {'norm_output': True}),
   (ONE_LAYER + V04, {'norm_output': False}, {}, {}),
   (EAGLE3, {'fc_norm': True}, norms('fc_norm.0', 'fc_norm.1', 'fc_norm.2'), {'fc_norm': True}),
-  (FLAT, {'use_aux_norm': True}, norms('aux_norm_low', 'aux_norm_mid', 'aux_norm_high'), {'fc_norm': True}),
+  (FLAT[:4], {'use_aux_norm': True}, norms('aux_norm_low', 'aux_norm_mid', 'aux_norm_high'), {'fc_norm': True}),
   (EAGLE3, {'fc_norm': True, 'norm_output': True}, norms('fc_norm.0', 'fc_norm.1', 'fc_norm.2'),
    {'fc_norm': True, 'norm_output': True}),
   (MIDLAYERS, {'num_hidden_layers': 36}, {}, {}),
@@ -360,6 +366,7 @@ REFUSED: list[tuple[list[str], dict, str]] = [
   (MIDLAYERS, {'norm_output': False}, 'norm_output'),
   (EAGLE3, {'fc_norm': True}, 'fc_norm.0.weight: missing'),
   (FLAT, {'fc_norm': True, 'use_aux_norm': False}, 'use_aux_norm'),
+  (ONE_LAYER, {'norm_output': False, 'parallel_drafting': True}, 'parallel_drafting'),
   (V04, {'norm_before_residual': None}, 'norm_before_residual'),
   (V04, {'layer:model_type': None, 'speculators_version': None}, 'model_type'),
   (V04, {'layer:num_hidden_layers': 2}, 'num_hidden_layers'),
@@ -400,6 +407,23 @@ REFUSED: list[tuple[list[str], dict, str]] = [
 def test_what_is_not_supported_is_refused_by_name(load, name, changes, key):
   with pytest.raises(ValueError, match=key):
     load(name, {path.replace('layer:', WRITERS[name].layer): value for path, value in changes.items()})
+
+
+FLAGS = [
+  (EAGLE3, ['norm_output', 'norm_before_residual', 'norm_before_fc', 'fc_norm', 'use_aux_norm', 'bias']),
+  (EAGLE3, ['embed_requires_grad', 'eagle_config.use_aux_hidden_state', 'eagle_config.norm_before_fc']),
+  (ONE_LAYER + V04 + EAGLE2, ['layer:attention_bias']),
+  (EAGLE2[:2], ['bias', 'qkv_bias']),
+  (EAGLE2[2:], ['fusion_bias']),
+]
+
+
+@pytest.mark.parametrize(('name', 'keys'), each(FLAGS), ids=label)
+def test_a_text_is_no_switch(load, name, keys):
+  for key in keys:
+    key = key.replace('layer:', WRITERS[name].layer)
+    with pytest.raises(ValueError, match=f"{key.split('.')[-1]} is 'false'"):
+      load(name, {key: 'false'})
 
 
 class TestDraftVocabulary:
