@@ -1,14 +1,14 @@
-"""EAGLE-2 speculative decoding in JAX: draft a tree, check it in one target pass, keep what agrees, all in one program.
+"""EAGLE-2 speculative decoding in JAX: draft a tree, verify it in one target pass, commit what agrees, in one program.
 
 Names carry shapes; one letter is one dimension, everywhere:
 
     B batch (sequences)    L tokens in this call    S cache slots     T tree nodes, root included
     W frontier width   C children per node      A candidates before rerank     P path slots, max_depth + 1
     D model width      H query heads   G kv heads   J query heads a kv head   K head dim   F ffn width
-    Q a kv head's queries, its key, its value (J + 2)
+    Q queries, key and value of a kv head (J + 2)
     V target vocab     U draft vocab   R columns of activations (B x T)   N new tokens
-    M new entries beside the cache        Z sizes of a target pass     d depths      E experts
-    X, Y values measured at            n, 1 any number, one
+    M new entries not yet in the cache    Z tree sizes of a target pass    d depths    E experts
+    X, Y knots of measured tables         n, 1 any number, one
 
 `p` is the target and `q` the drafter. Read in this order: tree, cache, sampling, models/layers, models/transformer,
 policy/trees, policy/adaptive, policy/costs, draft/interface, draft/lookup, draft/expand, draft/eagle, draft/eagle3,

@@ -1,7 +1,7 @@
-"""Logits to token: noise of a position, temperature, top-k, top-p. Plain decoding, verification and tests share it.
+"""Draw tokens from logits: temperature, top-k, top-p, and noise keyed by position.
 
-Gumbel-max: the token with the largest perturbed logit is a sample of the softmax. The noise belongs to the *position*
-of the token being drawn (seed, row id, absolute position), not to a tree node or a step. So a seed fixes the text,
+Gumbel-max: the token with the largest perturbed logit is a sample of the softmax. The noise is keyed by the *position*
+of the token being drawn (seed, row id, absolute position), not by a tree node or a step. So a seed fixes the text,
 whatever is drafted, and temperature 0 is greedy decoding in the same program.
 """
 
@@ -17,8 +17,7 @@ from eagle_jax.kernels.random import random_bits
 
 
 class Sampling(NamedTuple):
-  """How tokens are drawn. Every field is traced, so another temperature or seed compiles nothing; and is a scalar, or
-  [B], one number a row."""
+  """Sampling parameters: traced, so changing them never recompiles; each a scalar, or [B], one number a sequence."""
 
   temperature: jax.Array  # [] f32, 0 is greedy
   top_k: jax.Array  # [] i32, 0 keeps all
@@ -27,24 +26,24 @@ class Sampling(NamedTuple):
 
   @classmethod
   def of(cls, *, temperature=0.0, top_k=0, top_p=1.0, seed=0) -> 'Sampling':
-    """From numbers, or arrays, traced or not."""
+    """Convert numbers or arrays, traced or not, to the fields' dtypes."""
     return cls(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.int32(seed))
 
-  def row_axes(self) -> Any:
-    """`vmap`'s axes over rows: what all rows share stays a scalar, and its branches stay branches."""
+  def vmap_axes(self) -> Any:
+    """Return `in_axes` for a `vmap` over sequences; None for shared scalars, so that branches on them stay branches."""
     axes: Any = [0 if field.ndim else None for field in self]
     return Sampling(*axes)
 
 
 def position_noise(seed, row_id, position, token_U: jax.Array) -> jax.Array:
-  """[U] f32, standard Gumbel noise of these tokens at one position.
+  """Compute standard Gumbel noise of these tokens at one position: [U] f32.
 
-  The noise is that of `jax.random.gumbel` over a whole vocabulary, looked up by token. But its generator counts: each
-  token's bits are computed from its id, so nothing is computed for other tokens, and nothing is looked up.
+  The result equals `jax.random.gumbel` over the whole vocabulary, indexed by token. The generator is counter-based, so
+  each token's bits follow from its id: nothing is computed for other tokens, and no gather is needed.
 
   Args:
     seed, row_id: [] i32.
-    position: [] i32, absolute position of the token being drawn, counted in the unpadded row.
+    position: [] i32, absolute position of the token being drawn, counted without padding.
     token_U: [U] i32, target ids.
   """
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), row_id), position)
@@ -55,10 +54,10 @@ def position_noise(seed, row_id, position, token_U: jax.Array) -> jax.Array:
 
 
 def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> jax.Array:
-  """[U] f32, what is added to the logits of the token at `position`: temperature x noise; 0 where that is greedy.
+  """Compute temperature x noise for the logits of the token at `position`: [U] f32; 0 if greedy.
 
-  The noise is computed only where it can matter: a branch, unless every row of a `vmap` has a temperature of its own,
-  or the compiler makes it a choice.
+  A branch skips the noise of greedy decoding, unless every sequence of a `vmap` has its own temperature, or the
+  compiler turns the branch into a select.
   """
 
   def noise():
@@ -68,7 +67,7 @@ def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> ja
 
 
 def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.Array:
-  """The largest u32 `t` for which the weights of `order >= t` sum to `need`: a bisection bit by bit, never a sort."""
+  """Find the largest u32 `t` for which the weights where `order >= t` sum to `need`, by bisection, without a sort."""
 
   def decide_bit(i, t):
     candidate = t | (jnp.uint32(1) << jnp.uint32(31 - i))
@@ -78,14 +77,14 @@ def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.
 
 
 def _order(x_V: jax.Array) -> jax.Array:
-  """[V] u32 in the same order as the floats."""
+  """Map floats to u32 [V] with the same order."""
   bits_V = jax.lax.bitcast_convert_type(x_V, jnp.uint32)
   sign = jnp.uint32(1 << 31)
   return jnp.where(bits_V & sign != 0, ~bits_V, bits_V | sign)
 
 
 def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
-  """[V] bool: the tokens that top-k, then top-p, leave. Tokens that tie with the last one kept are kept.
+  """Find the tokens that pass top-k, then top-p: [V] bool. Tokens that tie with the last one kept are kept.
 
   Top-p keeps the smallest set of the likeliest tokens whose probability, after temperature and top-k, reaches p.
   """
@@ -105,31 +104,32 @@ def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def perturbed(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
-  """[V] f32, logits whose largest is the target's choice: filtered and with noise, or untouched where that is greedy.
+  """Filter logits and add noise, so that the largest is the target's choice: [V] f32; unchanged if greedy.
 
   Args:
     logits_V: [V] f32.
     sampling: how to draw.
     row_id, position: [] i32, see `position_noise`.
   """
-  return _chosen(lambda score_V: score_V, logits_V, sampling, row_id, position)
+  return _apply_to_perturbed(lambda score_V: score_V, logits_V, sampling, row_id, position)
 
 
 def choose(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
-  """[] i32: the target's own token at `position`, the same for every tree that leads there. See `perturbed`."""
-  return _chosen(argmax, logits_V, sampling, row_id, position)
+  """Draw the target's own token at `position`, [] i32, which does not depend on the tree. See `perturbed`."""
+  return _apply_to_perturbed(argmax, logits_V, sampling, row_id, position)
 
 
-def _chosen(of: Callable, logits_V: jax.Array, sampling: Sampling, row_id, position) -> Any:
-  """`of` the perturbed logits.
+def _apply_to_perturbed(function: Callable, logits_V: jax.Array, sampling: Sampling, row_id, position) -> Any:
+  """Apply a function to the perturbed logits.
 
-  What greedy decoding needs none of is in a branch, and in it the filters in one more, which hangs on scalars that no
-  `vmap` over rows touches. `of` is in the branches: what leaves one a mesh holds whole on each device.
+  A branch skips all of this for greedy decoding, and one inside it skips the filters; its condition is made of scalars
+  that no `vmap` over sequences batches. `function` is applied inside the branches, since on a mesh the result of a
+  branch is replicated on every device.
   """
 
   def drawn(kept_V):
     noise_V = position_noise(sampling.seed, row_id, position, jnp.arange(logits_V.shape[0]))
-    return of(kept_V + sampling.temperature * noise_V)
+    return function(kept_V + sampling.temperature * noise_V)
 
   def filtered():
     return drawn(jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf))
@@ -138,36 +138,36 @@ def _chosen(of: Callable, logits_V: jax.Array, sampling: Sampling, row_id, posit
     is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
     return jax.lax.cond(is_filtered, filtered, lambda: drawn(logits_V))
 
-  return jax.lax.cond(sampling.temperature > 0, sampled, lambda: of(logits_V))
+  return jax.lax.cond(sampling.temperature > 0, sampled, lambda: function(logits_V))
 
 
 class Chooser(Protocol):
-  """The acceptance rule: which token follows a node, be it drafted or not. Frozen, hashable, without arrays."""
+  """An acceptance rule: chooses the token after a node, drafted or not. Frozen, hashable, without arrays."""
 
   @property
   def name(self) -> str:
-    """For statistics; a rule that may change the text has `lossy` in it."""
+    """Name for statistics; it contains `lossy` if the rule may change the text."""
     ...
 
   def choose(self, logits_V: jax.Array, child_T: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
-    """[] i32: the token at `position`. A child that is this token is accepted.
+    """Choose the token at `position`, [] i32. A child that holds this token is accepted.
 
     Args:
-      logits_V: [V] f32, the target's, after the path that ends before `position`.
-      child_T: [T] i32, the tokens drafted there, NO_TOKEN elsewhere. A lossless rule does not look at them.
+      logits_V: [V] f32, of the target, after the path that ends before `position`.
+      child_T: [T] i32, tokens of the node's children, NO_TOKEN elsewhere. A lossless rule ignores them.
       sampling: how to draw.
       row_id, position: [] i32, see `position_noise`.
     """
     ...
 
   def noise(self, sampling: Sampling, row_id, position, token_U: jax.Array) -> jax.Array:
-    """[U] f32: what the rule adds to the logits of these tokens at `position`, as far as drafters may know it."""
+    """Compute the noise that the rule adds to the logits of these tokens, as far as drafters may use it: [U] f32."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class GumbelMax:
-  """Choose the token with the largest perturbed logit: lossless, and the seed fixes the text."""
+  """The lossless acceptance rule: the token with the largest perturbed logit, so the seed fixes the text."""
 
   name: ClassVar[str] = 'gumbel-max'
 

@@ -1,4 +1,4 @@
-"""The draft tree and its algebra. Written for one row; batch with `jax.vmap`."""
+"""The draft tree and its algebra, written for one sequence; batch with `jax.vmap`."""
 
 from typing import NamedTuple
 
@@ -9,33 +9,33 @@ NO_PARENT, NO_TOKEN = -1, -1
 
 
 class DraftTree(NamedTuple):
-  """One row's drafted nodes, parents first: `parent[i] < i`. Node 0 is the newest token, not yet in the cache."""
+  """One sequence's drafted nodes, parents first: `parent[i] < i`. Node 0 is the newest token, not yet in the cache."""
 
-  token: jax.Array  # [T] i32, target ids; NO_TOKEN marks an unused node: no choice ever equals it
+  token: jax.Array  # [T] i32, target ids; NO_TOKEN marks an unused node, which no choice ever equals
   parent: jax.Array  # [T] i32, node id; NO_PARENT at the root
   log_q: jax.Array  # [T] f32, drafter's log-probability of the path from the root, nats; 0 at the root
 
 
 class Candidates(NamedTuple):
-  """One row's nodes as grown, the root first, then level by level."""
+  """One sequence's nodes as grown, root first, then level by level."""
 
   token: jax.Array  # [A] i32, NO_TOKEN where unused
   parent: jax.Array  # [A] i32, candidate number; NO_PARENT at the root
   log_q: jax.Array  # [A] f32, log-probability of the path; -inf where unused
-  score: jax.Array  # [A] f32, what ranks; never above the parent's
+  score: jax.Array  # [A] f32, ranks the candidates; never above the parent's
 
 
 def root_only(token_B: jax.Array) -> Candidates:
-  """Candidates of plain decoding, [B, 1] fields: nothing drafted. `token_B`: [B] i32."""
+  """Make the candidates of plain decoding: the roots `token_B` [B] i32 alone, in [B, 1] fields."""
   zero_B1 = jnp.zeros((token_B.shape[0], 1), jnp.float32)
   return Candidates(token_B[:, None], jnp.full(zero_B1.shape, NO_PARENT, jnp.int32), zero_B1, zero_B1)
 
 
 def rerank(candidates: Candidates, *, num_nodes: int) -> DraftTree:
-  """Keep one sequence's `num_nodes` best candidates (the root always) in their order, and renumbers their parents.
+  """Keep one sequence's `num_nodes` best candidates (the root always) in their order, and renumber their parents.
 
-  Always a tree: no child outscores its parent, and top_k breaks ties toward the lower number, where parents live. What
-  scores -inf is never kept: it ends as an unused node.
+  The result is always a tree: no child outscores its parent, and top_k breaks ties toward the lower number, where the
+  parents are. A candidate that scores -inf ends as an unused node.
   """
   _, kept_T = jax.lax.top_k(candidates.score, num_nodes)
   kept_T = jnp.sort(kept_T)
@@ -45,18 +45,18 @@ def rerank(candidates: Candidates, *, num_nodes: int) -> DraftTree:
   return DraftTree(token_T, parent_T.at[0].set(NO_PARENT), candidates.log_q[kept_T])
 
 
-def padded(tree: DraftTree, num_nodes: int) -> DraftTree:
-  """Trees [.., T] with unused nodes behind, up to `num_nodes`."""
+def pad_nodes(tree: DraftTree, num_nodes: int) -> DraftTree:
+  """Append unused nodes to trees [.., T], up to `num_nodes`."""
   widths = [(0, 0)] * (tree.token.ndim - 1) + [(0, num_nodes - tree.token.shape[-1])]
   fillers = NO_TOKEN, 0, -jnp.inf
   return DraftTree(*(jnp.pad(x, widths, constant_values=filler) for x, filler in zip(tree, fillers, strict=True)))
 
 
 def ancestor_mask(parent_T: jax.Array, *, max_depth: int) -> jax.Array:
-  """[T, T] bool: True at [i, j] iff j is i or an ancestor of i, which is the tree's attention mask.
+  """Make the tree's attention mask: [T, T] bool, True at [i, j] iff j is i or an ancestor of i.
 
-  Reach doubles by squaring. Products are made once; a chain of lookups, one a generation, would be fused into
-  the attention of every layer, and made again in each.
+  Squaring the mask doubles its reach. A compiler computes these products once, whereas it may fuse a chain of parent
+  lookups, one a generation, into the attention of every layer and repeat it there.
 
   Args:
     parent_T: [T] i32, node ids, NO_PARENT at the root.
@@ -71,5 +71,5 @@ def ancestor_mask(parent_T: jax.Array, *, max_depth: int) -> jax.Array:
 
 
 def depth(mask_TT: jax.Array) -> jax.Array:
-  """[T] i32: edges from the root to each node, given `ancestor_mask`."""
+  """Count the edges from the root to each node, [T] i32, given `ancestor_mask`."""
   return mask_TT.sum(axis=1, dtype=jnp.int32) - 1

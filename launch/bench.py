@@ -23,30 +23,30 @@ from eagle_jax.sharding import mesh_of
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(options)
-flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl files.')
+flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder with TASK.jsonl files.')
 flags.DEFINE_list('tasks', None, 'Names of tasks, separated by commas; default all in the folder.')
-flags.DEFINE_integer('num_questions', None, 'Of each task, at most; default all.', lower_bound=1)
-flags.DEFINE_integer('num_repeats', 1, 'Times that each answer is timed.', lower_bound=1)
-flags.DEFINE_list('temperatures', None, 'Several, a report in a folder of its own for each; default --temperature.')
+flags.DEFINE_integer('num_questions', None, 'Maximum number of questions of each task; default all.', lower_bound=1)
+flags.DEFINE_integer('num_repeats', 1, 'How often each answer is timed.', lower_bound=1)
+flags.DEFINE_list('temperatures', None, 'Several temperatures, each with its own report folder; default --temperature.')
 flags.register_validator(
   'temperatures', lambda given: all(x.replace('.', '', 1).isdigit() for x in given or ()), 'numbers >= 0, such as 0,0.7'
 )
-flags.DEFINE_string('out', 'runs/bench', 'Folder of the log, report.json, .csv and .md, and plots.')
-flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, an object a temperature.')
+flags.DEFINE_string('out', 'runs/bench', 'Folder for the log, report.json, .csv and .md, and plots.')
+flags.DEFINE_bool('json', False, 'Print only JSON to standard output, one object for each temperature.')
 
 
 def main(_):
-  folder, out, how = Path(FLAGS.questions), Path(FLAGS.out).expanduser(), options.requested()
+  folder, out, request = Path(FLAGS.questions), Path(FLAGS.out).expanduser(), options.requested()
   tasks = FLAGS.tasks or questions.tasks_in(folder)
   asked = [question for task in tasks for question in questions.read_questions(folder, task, FLAGS.num_questions)]
   target, drafter = common.models()
-  policy, drafter, _ = resolve_policy(target, drafter, policy=how.pop('policy'))
-  reports = {how.pop('temperature'): out}
+  policy, drafter, _ = resolve_policy(target, drafter, policy=request.pop('policy'))
+  reports = {request.pop('temperature'): out}
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
-  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | how
+  setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | request
   setup |= {'policy': policy.describe(), **identity(drafter), **ran_on(mesh_of(target.params))}
-  bench = Bench(target, drafter, policy, how, FLAGS.num_repeats)
+  bench = Bench(target, drafter, policy, request, FLAGS.num_repeats)
   for temperature, into in reports.items():
     summary = run(bench, asked, temperature, out / 'answers.jsonl', into, setup)
     print(json.dumps(summary) if FLAGS.json else markdown(summary))

@@ -9,23 +9,23 @@ from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
-flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name or a folder; empty for none.')
+flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name, ngram, or a folder; empty for none.')
 flags.DEFINE_enum(
   'dtype',
   'float32',
   ['float32', 'bfloat16', 'int8'],
-  'Of parameters; int8 rounds matrices to 8 bits as they are read.',
+  "The target's dtype; int8 rounds its matrices to 8 bits while loading.",
 )
 flags.DEFINE_enum(
   'drafter_dtype',
   None,
   ['float32', 'bfloat16', 'int8'],
-  'Of the drafter; default --dtype. With --policy=auto int8 where it was measured faster.',
+  "The drafter's dtype; default --dtype, but int8 with --policy=auto if that was measured to be faster.",
 )
 flags.DEFINE_integer(
   'num_model',
   None,
-  'Devices that share one copy of the matrices; what others there are split the batch. Default: one device does all.',
+  'Number of devices that share one copy of the model; the others split the batch. Default: use one device.',
   lower_bound=1,
 )
 
@@ -33,7 +33,7 @@ flags.DEFINE_integer(
 def mesh():
   """Return a mesh of all devices; None to use one device."""
   if FLAGS.num_model is None and jax.process_count() > 1:
-    raise ValueError('Processes of a cluster share a model: say with --num_model how many devices hold one copy.')
+    raise ValueError('--cluster needs --num_model, the number of devices that share one copy of the model.')
   return None if FLAGS.num_model is None else make_mesh(num_model=FLAGS.num_model)
 
 
@@ -54,5 +54,5 @@ def pair():
 
 def random_models(shape: str, draft_vocab_size: int | None):
   """Make a pair of a known shape with random weights; see `random_pairs.random_pair`."""
-  how = {'dtype': FLAGS.dtype, 'drafter_dtype': FLAGS.drafter_dtype, 'mesh': mesh()}
-  return random_pairs.random_pair(shape, draft_vocab_size=draft_vocab_size, **how)
+  options = {'dtype': FLAGS.dtype, 'drafter_dtype': FLAGS.drafter_dtype, 'mesh': mesh()}
+  return random_pairs.random_pair(shape, draft_vocab_size=draft_vocab_size, **options)

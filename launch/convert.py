@@ -17,8 +17,8 @@ from eagle_jax.draft.kinds import kind_of
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
-flags.DEFINE_enum('to', 'eagle_jax', ['eagle_jax', *LAYOUTS], 'Layout: ours, or that of other engines.')
-flags.DEFINE_string('out', None, 'Folder that is written; none: only say what the drafter is.')
+flags.DEFINE_enum('to', 'eagle_jax', ['eagle_jax', *LAYOUTS], "Layout to write: our own, or another engine's.")
+flags.DEFINE_string('out', None, 'Folder to write; default: only report what the drafter is.')
 flags.DEFINE_bool('json', False, 'Print the report as JSON.')
 
 
@@ -43,7 +43,7 @@ def main(_):
 def write(target, drafter, out: Path) -> None:
   """Write the folder, and check that it reads back the same."""
   if out.exists() and any(out.iterdir()):
-    raise ValueError(f'{out} is not empty: choose another --out, or empty it.')
+    raise ValueError(f'--out must be empty or not exist yet, got {out}, which has files: choose another, or empty it.')
   if FLAGS.to == 'eagle_jax':
     hub.save_drafter(drafter, out)
   else:

@@ -18,30 +18,30 @@ from tqdm import tqdm
 
 from eagle_jax.bench import questions
 from eagle_jax.bench.plots import plot_costs
-from eagle_jax.bench.tune import CONTEXTS, part_costs, tune
+from eagle_jax.bench.tune import CONTEXTS, measure_times, tune
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.policy import cost_store, costs
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
 flags.DEFINE_enum('random_shape', None, random_pairs.NAMES, 'Time a pair of this shape with random weights instead.')
-flags.DEFINE_integer('draft_vocab_size', None, 'Ids drafted, with --random_shape; default all.', lower_bound=1)
-flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder of TASK.jsonl files, what the gain is measured on.')
-flags.DEFINE_integer('max_new_tokens', 128, 'Tokens: of an answer, at most.', lower_bound=2)
+flags.DEFINE_integer('draft_vocab_size', None, 'Number of ids drafted with --random_shape; default all.', lower_bound=1)
+flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder with TASK.jsonl files to measure rates on.')
+flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of tokens of an answer.', lower_bound=2)
 flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
-flags.DEFINE_integer('num_questions', 4, 'Of each task, at most.', lower_bound=1)
-flags.DEFINE_multi_integer('batch', [1], 'Rows decoded together; may be repeated.', lower_bound=1)
-flags.DEFINE_multi_integer('context', [*CONTEXTS], 'Tokens before what is timed; may be repeated.', lower_bound=1)
-flags.DEFINE_string('out', None, 'Folder of results and plots; default the cache folder, where auto looks.')
-flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, a line a batch.')
+flags.DEFINE_integer('num_questions', 4, 'Maximum number of questions of each task.', lower_bound=1)
+flags.DEFINE_multi_integer('batch', [1], 'Number of sequences decoded together; may be repeated.', lower_bound=1)
+flags.DEFINE_multi_integer('context', [*CONTEXTS], 'Tokens before the timed passes; may be repeated.', lower_bound=1)
+flags.DEFINE_string('out', None, 'Folder for results and plots; default the cache folder, which auto reads.')
+flags.DEFINE_bool('json', False, 'Print only JSON to standard output, one line for each batch size.')
 
 
 def main(_):
   how = {'contexts': sorted({*FLAGS.context}), 'progress': tqdm}
   if FLAGS.draft_vocab_size and not FLAGS.random_shape:
-    raise ValueError('--draft_vocab_size is for --random_shape: of a real drafter several sizes are tried.')
+    raise ValueError('--draft_vocab_size needs --random_shape: for a real drafter several sizes are measured.')
   if FLAGS.random_shape:
-    measure = functools.partial(part_costs, *common.random_models(FLAGS.random_shape, FLAGS.draft_vocab_size), **how)
+    measure = functools.partial(measure_times, *common.random_models(FLAGS.random_shape, FLAGS.draft_vocab_size), **how)
   else:
     asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
     target, drafter = common.pair()

@@ -1,4 +1,4 @@
-"""How a launcher starts, and how an error reaches its user."""
+"""Start a launcher, and report errors to its user in one line."""
 
 import logging
 import signal
@@ -16,8 +16,8 @@ from eagle_jax.files import cache_folder
 def run(main, *, starts_often: bool = False):
   """Run `main` through absl, with a persistent compilation cache; bad input ends in one line and exit code 2.
 
-  An interrupt is one line too, and a reader of the output that closed it is no error: both end with a shell's exit
-  code. A launcher that `starts_often` keeps its compiled programs, and finds them without tracing.
+  An interrupt also ends in one line, and a closed pipe is not an error: both end with a shell's exit code. A launcher
+  that `starts_often` stores its compiled programs, and finds them without tracing.
   """
 
   def checked(argv):
@@ -32,7 +32,7 @@ def run(main, *, starts_often: bool = False):
       else:
         jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
       if argv[1:]:
-        raise ValueError(f'{argv[1:]} came without a flag: write --name=value, and quotes around a text with spaces.')
+        raise ValueError(f'Every argument must be a flag, got {argv[1:]}: write --name=value, and quote spaces.')
       main(argv)
       sys.stdout.flush()
     except BrokenPipeError:  # `head` has read enough
@@ -46,8 +46,8 @@ def run(main, *, starts_often: bool = False):
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
       if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      advice = 'fewer rows (--batch_size), fewer tokens, --dtype=bfloat16, or more devices a model (--num_model)'
-      output.fail(f'memory does not suffice ({str(error).partition(chr(10))[0]}): take {advice}.')
+      advice = 'a smaller --batch_size, fewer tokens, --dtype=bfloat16, or more devices a model (--num_model)'
+      output.fail(f'out of memory ({str(error).partition(chr(10))[0]}): try {advice}.')
 
   output.prepare()
   app.run(checked)

@@ -21,30 +21,30 @@ FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(options)  # so that --help explains them
 flags.adopt_module_key_flags(cluster)
 flags.DEFINE_string('prompt', None, 'The prompt.')
-flags.DEFINE_string('batch_file', None, 'One prompt a line, or JSON Lines with `prompt`.')
-flags.DEFINE_integer('batch_size', None, 'Of them decoded together; the others follow. Default: all.', lower_bound=1)
-flags.DEFINE_bool('stream', True, 'Show the text as it comes (a single --prompt, without --json).')
-flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output, one object a prompt.')
+flags.DEFINE_string('batch_file', None, 'File with one prompt a line, or JSON Lines with `prompt`.')
+flags.DEFINE_integer('batch_size', None, 'Number of prompts decoded together; default all.', lower_bound=1)
+flags.DEFINE_bool('stream', True, 'Print the text while it is decoded (a single --prompt, without --json).')
+flags.DEFINE_bool('json', False, 'Print only JSON to standard output, one object for each prompt.')
 
 
 def requested_prompts():
   if (FLAGS.prompt is None) == (FLAGS.batch_file is None) or (FLAGS.batch_size and FLAGS.prompt is not None):
-    raise ValueError('Give either --prompt or --batch_file, and --batch_size with the latter alone.')
+    raise ValueError('Pass either --prompt or --batch_file; --batch_size goes with --batch_file only.')
   return [FLAGS.prompt] if FLAGS.batch_file is None else list(read_prompts(FLAGS.batch_file))
 
 
 def main(_):
   cluster.join()
   prompts = requested_prompts()
-  how = options.requested()
+  request = options.requested()
   target, drafter = common.models()
   if FLAGS.stream and not FLAGS.json and FLAGS.prompt is not None:
-    out = decode.stream(target, drafter, prompts[0], **how)
+    out = decode.stream(target, drafter, prompts[0], **request)
     for chunk in out:
       print(chunk.text, end='', flush=True)
     print()
   else:
-    out = decode.generate_each(target, drafter, prompts, batch_size=FLAGS.batch_size, **how)
+    out = decode.generate_each(target, drafter, prompts, batch_size=FLAGS.batch_size, **request)
     for one in tqdm(out, total=len(prompts), disable=FLAGS.batch_size is None):
       shown = {'text': one.text, 'tokens': one.tokens, 'stats': out.stats}
       print(json.dumps(shown) if FLAGS.json else f'{one.text}\n', flush=True)

@@ -17,17 +17,17 @@ from eagle_jax.train.configuration import read_configuration
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(cluster)
-flags.DEFINE_string('config', None, 'A file of configs/.', required=True)
-flags.DEFINE_string('prompts', None, 'Prompts or conversations, a line each; may be gzipped. Without: the target asks.')
-flags.DEFINE_string('out', None, 'Run folder: shards of answers, checkpoints, metrics, the drafter.')
+flags.DEFINE_string('config', None, 'Configuration file, as in configs/.', required=True)
+flags.DEFINE_string('prompts', None, 'File with a prompt or conversation a line, perhaps gzipped; default: synthesize.')
+flags.DEFINE_string('out', None, 'Run folder for shards of answers, checkpoints, metrics and the drafter.')
 flags.DEFINE_string('variant', None, 'One of the VARIANTS of the configuration.')
-flags.DEFINE_string('initial', None, 'Drafter to begin with: a shipped name or a folder. Without: a fresh one.')
-flags.DEFINE_integer('report_every', 100, 'Steps between two evaluations, with a checkpoint each.', lower_bound=1)
+flags.DEFINE_string('initial', None, 'Drafter to start from: a shipped name or a folder; default: random weights.')
+flags.DEFINE_integer('report_every', 100, 'Number of steps between evaluations with a checkpoint.', lower_bound=1)
 flags.DEFINE_integer(
-  'num_model', 1, 'Devices that share one copy of the matrices; the others split the batch.', lower_bound=1
+  'num_model', 1, 'Number of devices that share one copy of the model; the others split the batch.', lower_bound=1
 )
-flags.DEFINE_bool('dry_run', False, 'Compile the step for the shapes alone and print bytes a device; load no weights.')
-flags.DEFINE_bool('json', False, 'Print JSON and nothing else to standard output.')
+flags.DEFINE_bool('dry_run', False, 'Compile the step from shapes and print bytes a device, without loading weights.')
+flags.DEFINE_bool('json', False, 'Print only JSON to standard output.')
 
 
 def main(_):
@@ -35,7 +35,7 @@ def main(_):
   config = read_configuration(FLAGS.config, FLAGS.variant, shapes_alone=FLAGS.dry_run)
   mesh = make_mesh(num_model=FLAGS.num_model)
   if FLAGS.out is None and not FLAGS.dry_run:
-    raise ValueError('--out is missing: name the run folder.')
+    raise ValueError('--out is required: pass the run folder.')
   if FLAGS.dry_run:
     numbers = run.dry_run(config, mesh)
   else:

@@ -55,7 +55,7 @@ def fields(out, *, names=STATS):
 
 @pytest.mark.parametrize('sampling', SAMPLINGS)
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda policy: type(policy).__name__)
-def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, policy, sampling):
+def test_refill_matches_single_sequence(target, prompts, policy, sampling):
   costs = COSTS if isinstance(policy, Adaptive) else None
   how = {'max_new_tokens': NUM_NEW, 'policy': policy, 'costs': costs, **SAMPLINGS[sampling]}
   whole = decode.generate(target, DRAFTER, prompts, **how)
@@ -69,15 +69,15 @@ def test_a_refilled_row_says_and_accepts_what_it_does_alone(target, prompts, pol
       assert fields(out) == fields(whole)
 
 
-def test_the_cache_holds_the_longest_prompt_and_all_its_tokens(target):
-  """Both fill their buckets, and the last path of a row that is done is still written behind them."""
+def test_cache_holds_the_longest_prompt_and_its_new_tokens(target):
+  """Both fill their buckets, and a finished sequence still writes its last path behind them."""
   prompts = np.random.default_rng(2).integers(1, VOCAB, (5, 16)).tolist()
   how = {'max_new_tokens': 24, 'policy': DynamicTree(4, 3, 3, 8), 'eos_ids': ()}
   whole = decode.generate(target, DRAFTER, prompts, **how)
   assert fields(decode.generate(target, DRAFTER, prompts, batch_size=2, **how)) == fields(whole)
 
 
-def test_an_eagle3_head_s_rows_are_refilled(target, prompts):
+def test_refill_matches_single_sequence_with_eagle3_head(target, prompts):
   head = {'head': {'weight': jax.random.normal(jax.random.key(2), (VOCAB, 32))}}
   drafter = Drafter(EAGLE3, Eagle3(EAGLE3).init_params(jax.random.key(3)) | head)
   how = {'max_new_tokens': NUM_NEW, 'policy': Chain(2)}
@@ -85,7 +85,7 @@ def test_an_eagle3_head_s_rows_are_refilled(target, prompts):
   assert fields(decode.generate(target, drafter, prompts, batch_size=3, **how)) == fields(whole)
 
 
-def test_enough_rows_for_all_are_one_batch(target, prompts):
+def test_batch_size_of_all_prompts_is_one_batch(target, prompts):
   how = {'max_new_tokens': 8, 'policy': Chain(3)}
   whole = decode.generate(target, DRAFTER, prompts, **how)
   with compile_events() as events:
@@ -94,7 +94,7 @@ def test_enough_rows_for_all_are_one_batch(target, prompts):
   assert not any('backend_compile' in event for event in events)
 
 
-def test_other_prompts_of_like_length_compile_nothing(target, prompts):
+def test_other_prompts_of_similar_length_compile_nothing(target, prompts):
   how = {'policy': Chain(2), 'batch_size': 3}
   first = decode.generate(target, DRAFTER, prompts, max_new_tokens=20, **how)
   others = [[1 + token % 11 for token in prompt] for prompt in prompts]
@@ -106,7 +106,7 @@ def test_other_prompts_of_like_length_compile_nothing(target, prompts):
 
 
 @pytest.mark.parametrize('batch_size', [3, 100])
-def test_answers_come_one_by_one_and_in_order(target, prompts, batch_size):
+def test_generate_each_yields_answers_in_order(target, prompts, batch_size):
   how = {'max_new_tokens': NUM_NEW, 'policy': Chain(3), 'batch_size': batch_size, 'seed': 2, 'temperature': 0.8}
   whole = decode.generate(target, DRAFTER, prompts, **how)
   answers = decode.generate_each(target, DRAFTER, prompts, **how)
@@ -118,8 +118,8 @@ def test_answers_come_one_by_one_and_in_order(target, prompts, batch_size):
   assert {name: answers.stats[name] for name in STATS} == {name: whole.stats[name] for name in STATS}
 
 
-def test_an_answer_is_there_before_the_rest_is_made(target, prompts):
-  """A text that is interrupted later has lost nothing of it."""
+def test_first_answer_comes_before_the_rest_is_decoded(target, prompts):
+  """So an interrupted run keeps the answers it has yielded."""
   made = []
 
   class Watched(type(batching._ADVANCE)):
@@ -134,21 +134,22 @@ def test_an_answer_is_there_before_the_rest_is_made(target, prompts):
       assert len(made) == number + 1
 
 
-def test_the_last_answers_do_not_wait_for_each_other(target, prompts):
-  with mock.patch.object(batching.Batcher, '_harvest', autospec=True, side_effect=batching.Batcher._harvest) as harvest:
+def test_last_answers_do_not_wait_for_each_other(target, prompts):
+  take_finished = batching.Batcher._take_finished
+  with mock.patch.object(batching.Batcher, '_take_finished', autospec=True, side_effect=take_finished) as take:
     answers = decode.generate_each(target, None, prompts, batch_size=3, max_new_tokens=NUM_NEW)
-    num_harvests = [harvest.call_count for _ in answers]
+    num_calls = [take.call_count for _ in answers]
   assert len(prompts) > 4
-  assert num_harvests[-1] > num_harvests[-3]
+  assert num_calls[-1] > num_calls[-3]
 
 
-def test_rows_are_filled_by_one_program(target):
+def test_refills_share_one_insert_program(target):
   with mock.patch.object(batching, '_INSERT', Program(batching.insert)) as insert:
     decode.generate(target, DRAFTER, [[1, 2], [3], [4]], batch_size=1, max_new_tokens=4, policy=Chain(2))
   assert len(insert._compiled) == 1
 
 
-def test_what_comes_early_waits():
+def test_in_order_holds_back_early_items():
   seen = []
 
   def numbered():
@@ -163,12 +164,12 @@ def test_what_comes_early_waits():
 
 
 @pytest.mark.parametrize('batch_size', [0, -1, 1.5, 'many'])
-def test_a_batch_of_no_rows_is_an_error(target, prompts, batch_size):
-  with pytest.raises(ValueError, match='batch_size is'):
+def test_bad_batch_size_is_refused(target, prompts, batch_size):
+  with pytest.raises(ValueError, match=f'`batch_size`.* {batch_size!r}'):
     decode.generate(target, None, prompts, batch_size=batch_size)
 
 
-def test_auto_knows_that_refilled_rows_do_not_wait():
+def test_at_batch_models_refilled_sequences_without_waiting():
   waiting, refilled = COSTS.at_batch(4), COSTS.at_batch(4, is_refilled=True)
   for one, other in zip(
     sorted(waiting.policies, key=lambda rate: rate.kind),

@@ -1,4 +1,4 @@
-"""Stored costs: what they model, how they are found again, and what `policy='auto'` makes of them."""
+"""Stored costs: the models fitted to them, how they are found, and what `policy='auto'` chooses from them."""
 
 import collections
 import dataclasses
@@ -26,10 +26,10 @@ from eagle_jax.evaluate.trace import Nodes, Traced, trace
 from eagle_jax.policy import cost_store
 from eagle_jax.policy import costs as cost
 from eagle_jax.policy.adaptive import Adaptive
-from eagle_jax.policy.costs import Bytes, Rate, Vocabulary, between, times_of_rows
+from eagle_jax.policy.costs import Bytes, Rate, Vocabulary, interpolate, scale_times
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain
 from eagle_jax.sharding import make_mesh
-from tiny_costs import COSTS, LONG, PARTS, SHORT
+from tiny_costs import COSTS, LONG, SHORT, TIMINGS
 
 
 @pytest.fixture
@@ -40,35 +40,35 @@ def here(tmp_path, monkeypatch):
   return tmp_path
 
 
-def test_a_cycle_is_the_sum_of_its_parts():
-  assert SHORT.cycle_ms(Plain()) == 10
-  assert SHORT.cycle_ms(Chain(1)) == 11 + 1
-  assert SHORT.cycle_ms(Chain(3)) == 13 + 1 + 2 * 2
-  assert SHORT.cycle_ms(DynamicTree(2, 2, 3, 6)) == 17 + 1 + 2 * 3
-  assert between({1: 10.0, 2: 11.0, 4: 13.0}, 6) == 15
-  assert between({1: 7.0}, 6) == 7
+def test_step_ms_sums_interpolated_parts():
+  assert SHORT.step_ms(Plain()) == 10
+  assert SHORT.step_ms(Chain(1)) == 11 + 1
+  assert SHORT.step_ms(Chain(3)) == 13 + 1 + 2 * 2
+  assert SHORT.step_ms(DynamicTree(2, 2, 3, 6)) == 17 + 1 + 2 * 3
+  assert interpolate({1: 10.0, 2: 11.0, 4: 13.0}, 6) == 15
+  assert interpolate({1: 7.0}, 6) == 7
 
 
-def test_rows_cost_as_many_nodes_but_a_cache_each():
-  near, far = times_of_rows(COSTS.times, 2)
+def test_scale_times_adds_nodes_and_one_cache_per_sequence():
+  near, far = scale_times(COSTS.times, 2)
   measured = 1, 2, 4, 8
   assert [near.verify_ms[n] for n in measured] == pytest.approx([9 + 2, 9 + 4, 15 + 8, 27 + 12])
   assert [far.verify_ms[n] for n in measured] == pytest.approx([9 + 6, 9 + 12, 15 + 24, 27 + 36])
   assert (near.draft_ms, far.draft_ms) == ({1: pytest.approx(1 + 2)}, {1: pytest.approx(1 + 6)})
   assert near.root_ms == pytest.approx(1.5)
   assert near.target_bytes == Bytes(3000, 2000)
-  (alone,) = times_of_rows([SHORT], 2)
+  (alone,) = scale_times([SHORT], 2)
   assert [alone.verify_ms[n] for n in measured] == [11, 13, 21, 37]
 
 
-def test_three_nodes_of_four_rows_are_padded_as_twelve_are():
-  """A straight line between 8 and 16 rows would say 25.5."""
+def test_scale_times_reads_three_nodes_of_four_sequences_as_twelve_nodes():
+  """Interpolating between 8 and 16 nodes would give 25.5."""
   verify_ms = {1: 10.0, 2: 20.0, 4: 20.0, 8: 21.0, 12: 30.0, 16: 30.0}
-  (batch,) = times_of_rows([dataclasses.replace(SHORT, verify_ms=verify_ms)], 4)
-  assert batch.cycle_ms(Chain(2)) - batch.root_ms - batch.draft_ms[1] == pytest.approx(30)
+  (batch,) = scale_times([dataclasses.replace(SHORT, verify_ms=verify_ms)], 4)
+  assert batch.step_ms(Chain(2)) - batch.root_ms - batch.draft_ms[1] == pytest.approx(30)
 
 
-def test_a_batch_waits_for_its_slowest_row():
+def test_slowest_share_falls_with_batch_size():
   shares = [cost.slowest_share(batch) for batch in (1, 2, 8, 64, 10**6)]
   assert shares == sorted(shares, reverse=True)
   assert shares[0] == 1
@@ -76,7 +76,7 @@ def test_a_batch_waits_for_its_slowest_row():
   assert shares[-1] == 0
 
 
-def test_a_tree_for_each_row_of_a_batch_must_pay():
+def test_at_batch_prefers_plain_where_trees_do_not_pay():
   assert COSTS.at_batch(1) is COSTS
   pair = COSTS.at_batch(2)
   assert [one.kind for one in pair.policies] == ['plain', 'chain', 'adaptive']
@@ -87,7 +87,7 @@ def test_a_tree_for_each_row_of_a_batch_must_pay():
 
 
 @pytest.mark.parametrize(('tau', 'best'), [(1.5, 'chain'), (1.06, 'plain')])
-def test_where_rows_are_free_a_batch_drafts_too(tau, best):
+def test_at_batch_drafts_where_verifying_more_nodes_is_free(tau, best):
   free = dataclasses.replace(SHORT, verify_ms=dict.fromkeys((1, 2, 4, 8), 10.0), root_ms=0.0, draft_ms={1: 0.0})
   costs = dataclasses.replace(COSTS, times=(free,), policies=(Rate('plain', {}, 100.0, 1.0),))
   costs = dataclasses.replace(costs, modelled=(Rate('chain', {'max_depth': 3}, 1.0, tau), *costs.policies))
@@ -108,7 +108,7 @@ def test_where_rows_are_free_a_batch_drafts_too(tau, best):
     (256, 1000, Plain()),
   ],
 )
-def test_a_guess_is_smaller_for_a_batch(num_free, batch, policy):
+def test_guessed_policy_shrinks_with_batch_size(num_free, batch, policy):
   assert auto.guessed_policy(batch, num_free=num_free) == policy
 
 
@@ -116,7 +116,7 @@ def cost_model(policy=COSTS.policies[0].policy, *, num_slots=100, temperature=0.
   return COSTS.tables(policy).at(num_slots=num_slots, temperature=temperature)
 
 
-def test_a_cost_model_is_what_the_policy_reads():
+def test_cost_model_holds_the_policys_sizes_and_widths():
   found = cost_model()
   np.testing.assert_allclose([found.level_tokens, found.node_tokens], 2)  # the best policy's speedup
   np.testing.assert_allclose(found.costs.plain_ms, 10)
@@ -126,7 +126,7 @@ def test_a_cost_model_is_what_the_policy_reads():
   np.testing.assert_allclose(found.acceptance.values(np.asarray([-3, -1.5, 0, -np.inf])), [0.1, 0.5, 0.9, 0], atol=1e-6)
 
 
-def test_a_larger_cache_has_costs_of_its_own():
+def test_cost_model_interpolates_and_extrapolates_over_cache_size():
   np.testing.assert_allclose(cost_model(num_slots=300).costs.verify_ms, [12, 15, 27])
   np.testing.assert_allclose(cost_model(num_slots=300).costs.draft_ms, [4, 4, 4])
   np.testing.assert_allclose(cost_model(num_slots=150).costs.plain_ms, 10.5)
@@ -135,7 +135,7 @@ def test_a_larger_cache_has_costs_of_its_own():
   np.testing.assert_allclose(cost_model(num_slots=300).acceptance.growth, cost_model().acceptance.growth)
 
 
-def test_sampled_text_has_values_of_its_own():
+def test_cost_model_interpolates_and_clamps_over_temperature():
   log_q = np.asarray([-4, -2.5, -1, 0])
   np.testing.assert_allclose(cost_model(temperature=1.0).acceptance.values(log_q), [0, 0.3, 0.6, 0.6], atol=1e-6)
   np.testing.assert_allclose(cost_model(temperature=1.0).acceptance.growth, [0.4, 0.4, 0.4])
@@ -146,14 +146,14 @@ def test_sampled_text_has_values_of_its_own():
   np.testing.assert_allclose(cost_model(temperature=0.25).costs.verify_ms, cost_model().costs.verify_ms)
 
 
-def test_thresholds_are_tokens_a_plain_step():
+def test_thresholds_replace_the_best_speedup():
   found = cost_model(dataclasses.replace(COSTS.policies[0].policy, thresholds=(3, 2)))
   np.testing.assert_allclose([found.level_tokens, found.node_tokens], [3, 2])
-  with pytest.raises(ValueError, match='two finite numbers'):
+  with pytest.raises(ValueError, match=r'thresholds.*\(1\.0,\)'):
     Adaptive(2, 2, 3, 6, thresholds=(1,))
 
 
-def test_what_is_stored_is_found(here):
+def test_stored_costs_are_found_by_device_pair_dtype_and_nearest_batch(here):
   assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
   path = cost_store.write(COSTS)
   assert cost_store.read(path) == COSTS
@@ -165,42 +165,44 @@ def test_what_is_stored_is_found(here):
   assert len(list((here / 'costs').iterdir())) == 2
 
 
-def test_a_table_shows_everything():
+def test_table_shows_passes_policies_and_vocabularies():
   text = cost.table(COSTS)
   assert '| target pass, 8 nodes | 21.00 | 2.10 | 2.62 |' in text
-  assert '| behind 300 slots |' in text
+  assert '| with 300 slots |' in text
   assert '| target pass, 8 nodes | 33.00 | 2.75 | 4.12 |' in text
   assert '| 2.50 | 200.0 |' in text
   assert '| 64 | 8 | 75.0% | 2.00 | 17.00 |' in text
 
 
-def test_a_larger_size_is_not_faster_on_a_calm_machine(caplog):
-  """Between two sizes that were timed in a busy moment all seems well."""
-  assert cost.unsteady(SHORT) == []
+def test_find_unsteady_reports_larger_sizes_that_took_less_time(caplog):
+  """Compared with the slowest smaller size, since neighbours may both have been timed on a busy machine."""
+  assert cost.find_unsteady(SHORT) == []
   verify_ms = {1: 20.0, 2: 19.1, 16: 60.0, 24: 89.0, 32: 83.0, 48: 84.0, 64: 120.0}
   uneven = dataclasses.replace(SHORT, verify_ms=verify_ms, draft_ms={4: 1.3, 1: 1.27, 2: 0.52})
-  assert cost.unsteady(uneven) == [('verify_ms', 24, 32), ('verify_ms', 24, 48), ('draft_ms', 1, 2)]
-  cost.warn_if_unsteady(dataclasses.replace(PARTS, times=(LONG, uneven)))
+  assert cost.find_unsteady(uneven) == [('verify_ms', 24, 32), ('verify_ms', 24, 48), ('draft_ms', 1, 2)]
+  cost.warn_if_unsteady(dataclasses.replace(TIMINGS, times=(LONG, uneven)))
   assert [record.levelname for record in caplog.records] == ['WARNING'] * 3
-  assert 'The machine seems busy: behind 100 slots a target pass over 24 nodes took 89.00 ms, but a ' in caplog.text
-  assert 'level of width 1 took 1.27 ms, but a level of width 2 took 0.52 ms. Measure again.' in caplog.text
+  assert 'with 100 slots a target pass over 24 nodes took 89.00 ms, but a target pass over 32 nodes took 83.00' in (
+    caplog.text
+  )
+  assert 'a level of width 1 took 1.27 ms, but a level of width 2 took 0.52 ms' in caplog.text
 
 
 @pytest.mark.parametrize('path', sorted(cost_store.SHIPPED.glob('*.json')), ids=lambda path: path.stem)
 def test_shipped_costs_are_steady(path):
-  assert [cost.unsteady(times) for times in cost_store.read(path).times] == [[], []]
+  assert [cost.find_unsteady(times) for times in cost_store.read(path).times] == [[], []]
 
 
 def test_costs_are_plotted(tmp_path):
   plot_costs(COSTS, tmp_path / 'all.png')
   assert {path.name for path in tmp_path.iterdir()} == {'all.png', 'all_speedup.png', 'all_vocabulary.png'}
-  plot_costs(PARTS, tmp_path / 'parts.png')
+  plot_costs(TIMINGS, tmp_path / 'parts.png')
   assert (tmp_path / 'parts.png').read_bytes().startswith(b'\x89PNG')
   assert not (tmp_path / 'parts_speedup.png').exists()
 
 
-def test_values_are_measured_where_nodes_are_accepted():
-  """Most nodes of a tree are all but never accepted; the few likely ones must not share one mean with them."""
+def test_path_values_resolve_likely_nodes():
+  """Most nodes of a tree are almost never accepted; the few likely ones must not share one mean with them."""
   rng = np.random.default_rng(0)
   log_q = np.log(rng.random(20_000) ** 8).astype(np.float32)
   is_accepted = rng.random(20_000) < np.exp(log_q)
@@ -212,12 +214,12 @@ def test_values_are_measured_where_nodes_are_accepted():
   np.testing.assert_allclose(found.value, np.exp(found.log_q), atol=0.08)
 
 
-def test_parts_alone_are_stored_apart(here):
-  assert cost_store.write(PARTS).parent != cost_store.write(COSTS).parent
-  assert '| whole cycle, chain(max_depth=3) | 18.00 | 1.80 | |' in cost.table(PARTS)
+def test_timings_without_policies_are_stored_in_another_folder(here):
+  assert cost_store.write(TIMINGS).parent != cost_store.write(COSTS).parent
+  assert '| whole step, chain(max_depth=3) | 18.00 | 1.80 | |' in cost.table(TIMINGS)
 
 
-def test_what_the_device_can_do_is_work_over_the_least_time(monkeypatch):
+def test_measured_device_rates_are_work_over_the_least_time(monkeypatch):
   monkeypatch.setattr(device, '_TRIES', 3)
   monkeypatch.setattr(device.jax, 'default_backend', lambda: 'cpu')
   for rate, work in ((lambda: device.flops_per_s.__wrapped__('float32'), 2 * 1024**3), (device.bytes_per_s, 4 * 2**27)):
@@ -226,7 +228,7 @@ def test_what_the_device_can_do_is_work_over_the_least_time(monkeypatch):
     assert rate() == work / 0.5
 
 
-def test_a_random_pair_decodes():
+def test_random_pair_decodes_and_shares_its_first_ids():
   target, drafter = random_pairs.random_pair('tiny', dtype='bfloat16', draft_vocab_size=100)
   assert {str(x.dtype) for x in jax.tree.leaves((target.params, drafter.params))} == {'bfloat16', 'int32'}
   out = decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=4, policy=Chain(1))
@@ -236,28 +238,28 @@ def test_a_random_pair_decodes():
   assert (drafter.config.num_ids, drafter.config.name) == (100, f'{whole.config.name}-100')
 
 
-def test_a_floor_is_memory_for_few_rows_and_arithmetic_for_many():
+def test_floor_ms_is_memory_for_few_nodes_and_arithmetic_for_many():
   num_bytes = Bytes(3000, 1000)
   assert COSTS.floor_ms(num_bytes, 1) == 4
   assert COSTS.floor_ms(num_bytes, 8) == pytest.approx(2 * 1000 * 8 / 2e6 * 1000)
-  # The weights serve three rows; the cache is that of all three already.
+  # The weights are read once for three sequences; the cache is that of all three already.
   assert dataclasses.replace(COSTS, batch=3).floor_ms(num_bytes, 8) == pytest.approx(
     2 * (3 * 750 + 250) * 8 / 2e6 * 1000
   )
 
 
 @pytest.mark.parametrize('damage', ['{', '[]', '{"version": 0}', None])
-def test_damaged_costs_are_left_aside(here, damage, caplog):
+def test_damaged_cost_file_is_ignored_with_a_warning(here, damage, caplog):
   path = cost_store.write(COSTS)
   fields = json.loads(path.read_text())
   del fields['times']
   path.write_text(json.dumps(fields) if damage is None else damage)
   with caplog.at_level(logging.WARNING, 'eagle_jax'):
     assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
-  assert 'measure anew' in caplog.text
+  assert f'ignoring {path}' in caplog.text
 
 
-def test_auto_takes_what_was_fastest(here, caplog):
+def test_auto_takes_the_fastest_stored_policy(here, caplog):
   target, drafter = tiny.target(), tiny.drafter()
   with caplog.at_level(logging.INFO, 'eagle_jax'):
     assert decode.build(target, drafter)[1].policy == Chain(3, lookup=True)
@@ -274,14 +276,14 @@ def test_auto_takes_what_was_fastest(here, caplog):
 
 
 @pytest.mark.parametrize(('tok_per_s', 'work'), [(1e-6, (6, 3)), (1e9, (1, 1))])
-def test_an_adaptive_policy_does_what_pays_and_says_how_much(here, tok_per_s, work):
+def test_adaptive_policy_drafts_and_verifies_what_its_threshold_allows(here, tok_per_s, work):
   fastest = dataclasses.replace(COSTS.policies[0], tok_per_s=tok_per_s)
   costs = dataclasses.replace(COSTS, batch=2, policies=(fastest, COSTS.policies[1]))
   out = decode.generate(tiny.target(), tiny.drafter(), [[1, 2, 3], [4]], max_new_tokens=9, costs=costs)
   assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == work
 
 
-def test_an_adaptive_policy_is_traced(here):
+def test_trace_of_adaptive_policy_matches_decoding(here):
   target, drafter, policy = tiny.target(), tiny.drafter(), COSTS.policies[0].policy
   cost_store.write(COSTS)
   prompts = [[1, 2, 3], [4]]
@@ -291,19 +293,19 @@ def test_an_adaptive_policy_is_traced(here):
   assert traced.num_accepted == [out.num_accepted[0] for out in decoded]
 
 
-def test_an_eagle3_head_is_refused_before_anything_is_decoded():
+def test_tune_refuses_eagle3_head_before_decoding():
   sizes = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
   drafter = Drafter(Eagle3Config(**sizes, target_width=32, taps=(0, 0, 0)), {})
-  with pytest.raises(ValueError, match='EAGLE-3 head cannot be traced'):
+  with pytest.raises(ValueError, match=r'cannot be traced.*\(0, 0, 0\)'):
     tune.tune(tiny.target(), drafter, [[1, 2, 3]])
 
 
-def test_an_adaptive_policy_needs_costs(here):
+def test_build_refuses_adaptive_policy_without_costs(here):
   with pytest.raises(ValueError, match='adaptive.*run launch/cost.py'):
     decode.build(tiny.target(), tiny.drafter(), policy=Adaptive(2, 2, 3, 6))
 
 
-def test_of_draft_vocabularies_that_are_equally_fast_the_largest_is_taken():
+def test_largest_of_equally_fast_draft_vocabularies_is_taken():
   def tried(num_ids: int, is_quantised: bool, tau: float) -> Vocabulary:
     return Vocabulary(num_ids, is_quantised, 0.5, tau, cycle_ms=10.0)
 
@@ -314,8 +316,8 @@ def test_of_draft_vocabularies_that_are_equally_fast_the_largest_is_taken():
   assert tune.largest_of_the_fastest([all_ids, few]) == few
 
 
-def test_prompts_of_all_sizes_are_decoded_by_few_programs(monkeypatch):
-  """Each is run once before it is timed; what is counted is as with `generate`."""
+def test_tuning_decodes_prompts_of_all_sizes_with_few_programs(monkeypatch):
+  """Each program runs once before it is timed; tau and rates are those of `generate`."""
   target, drafter = tiny.target(), tiny.drafter()
   prompts = [[1, 2, 3], [6] * 70, [4] * 40, [*range(20)], [5]]
   policies = Plain(), Chain(1, lookup=True), Chain(2, lookup=True)
@@ -334,7 +336,7 @@ def test_prompts_of_all_sizes_are_decoded_by_few_programs(monkeypatch):
   monkeypatch.setattr(tune, 'Program', Counted)
   monkeypatch.setattr(tune, 'time', types.SimpleNamespace(perf_counter=itertools.count().__next__))  # a loop a second
   how = {'max_new_tokens': 9, 'costs': COSTS}
-  rates = tune.decoded(target, drafter, prompts, policies, batch=1, progress=lambda x, **_: x, **how)
+  rates = tune.measure_rates(target, drafter, prompts, policies, batch=1, progress=lambda x, **_: x, **how)
   assert made == {'run_prefill': 2 * 2, 'decode_loop': 2 * 3}  # plain decoding has no drafter's cache to fill
   assert loops == dict.fromkeys(policies, len(prompts) + 2)
   for one in rates:
@@ -344,8 +346,8 @@ def test_prompts_of_all_sizes_are_decoded_by_few_programs(monkeypatch):
   assert max(one.tau for one in rates) > 1
 
 
-def test_an_accelerator_s_programs_are_compiled_several_at_a_time(monkeypatch):
-  """And each for the mesh, which a thread does not have from the one that starts it."""
+def test_loops_compile_in_parallel_for_the_mesh_on_an_accelerator(monkeypatch):
+  """A thread does not inherit the mesh of the one that starts it."""
   assert tune.num_compilers() == 1  # on a CPU
   monkeypatch.setattr(tune, 'num_cores', lambda: 2)
   monkeypatch.setattr(tune.jax, 'default_backend', lambda: 'gpu')
@@ -366,26 +368,26 @@ def test_an_accelerator_s_programs_are_compiled_several_at_a_time(monkeypatch):
     bars.append(how)
     return each
 
-  runs = tune.compiled(forms, first, mesh=mesh, progress=progress)
+  runs = tune.compile_loops(forms, first, mesh=mesh, progress=progress)
   assert runs == {name: (f'params {name}', f'state {name}', f'spec {name}') for name in forms}
   assert meshes == [mesh.abstract_mesh] * 4
   assert bars == [{'desc': 'compiling', 'total': 4}]
 
 
 @pytest.mark.parametrize('num_compilers', [1, 3])
-def test_forms_are_timed(monkeypatch, num_compilers):
+def test_step_times_of_several_specs_are_finite(monkeypatch, num_compilers):
   monkeypatch.setattr(tune, 'num_compilers', lambda: num_compilers)
   target, drafter = tiny.target(), tiny.drafter()
   forms = {name: decode.build(target, drafter, policy=name) for name in (Plain(), Chain(1), Chain(2))}
-  ms = tune.cycles_ms(target, forms, batch=2, num_prompt=8, progress=lambda x, **_: x)
+  ms = tune.time_steps(target, forms, batch=2, num_prompt=8, progress=lambda x, **_: x)
   assert [*ms] == [*forms]
   assert all(0 < one < float('inf') for one in ms.values())
 
 
 @pytest.mark.slow  # compiles some thirty programs
-def test_a_pair_is_tuned(here, monkeypatch):
+def test_tune_measures_a_pair_for_auto(here, monkeypatch):
   target, drafter = tiny.target(), tiny.drafter()
-  small = {'NUM_NODES': (1, 2, 4), 'WIDTHS': (1, 2), 'NUM_ROUNDS': 1, 'NUM_CYCLES': 4, 'NUM_TIMED': 1}
+  small = {'NUM_NODES': (1, 2, 4), 'WIDTHS': (1, 2), 'NUM_ROUNDS': 1, 'NUM_STEPS': 4, 'NUM_TIMED': 1}
   small |= {'NUM_HALVINGS': 1, 'WHOLE': (Chain(1),), 'DEEP': (2, 3, 5), 'DEPTHS': (2, 3)}
   for name, value in small.items():
     monkeypatch.setattr(tune, name, value)

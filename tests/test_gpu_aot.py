@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eagle_jax.bench.aot import compiled, described
 from eagle_jax.bench.aot.compiled import ShapedPair
 from eagle_jax.bench.aot.hlo import bytes_moved, num_kernels
-from eagle_jax.bench.tune import Blank
+from eagle_jax.bench.tune import EmptyTrees
 from eagle_jax.decode.step import decode_loop, decode_step
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate import random_pairs
@@ -94,7 +94,7 @@ def test_a_target_pass_has_few_kernels_a_layer(devices):
     target, drafter = random_pairs.configs('llama3_8b', draft_vocab_size=64)
     pair = ShapedPair(dataclasses.replace(target, num_layers=num_layers), drafter, make_mesh(devices[:1]))
     _, state = pair.prefill(pair.spec(SMALL))
-    hlo = pair.compile(decode_step, state._replace(drafter=()), pair.spec(SMALL, Blank())).as_text()
+    hlo = pair.compile(decode_step, state._replace(drafter=()), pair.spec(SMALL, EmptyTrees())).as_text()
     assert hlo.count(KERNEL) == num_layers
     return num_kernels(hlo)
 

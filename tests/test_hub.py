@@ -110,12 +110,15 @@ def test_hugging_face_folder(tmp_path, num_shards):
     ({'model_type': 'qwen2', 'use_sliding_window': True}, 'use_sliding_window'),
     ({'model_type': 'mistral', 'layer_types': ['full_attention', 'sliding_attention']}, 'layer_types'),
     ({'model_type': 'qwen3', 'num_key_value_heads': None}, r"lacks \['num_key_value_heads', 'head_dim'\]"),
-    ({'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 5}, 'experts_per_token is 5; 1 .. num'),
+    (
+      {'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 5},
+      '`experts_per_token`.*num_experts=4, got 5',
+    ),
     ({'model_type': 'qwen2'}, 'model.layers.0.self_attn.q_proj.bias: missing'),
     ({'hidden_act': 'gelu'}, "hidden_act 'gelu'"),
     ({'num_attention_heads': 0}, 'tiny/config.json has a value that cannot be: .* zero'),
     ({'vocab_size': 'x'}, "tiny/config.json has a value that cannot be: .*'x'"),
-    ({'rope_theta': -1.0}, "tiny/config.json .*positive numbers: {'rope_theta': -1.0}"),
+    ({'rope_theta': -1.0}, 'tiny/config.json .*`rope_theta` = -1.0'),
     ({'rope_scaling': 'x'}, 'tiny/config.json has a value'),
     ({'layer_types': 1}, 'tiny/config.json has a value'),
     ({'model_type': []}, 'tiny/config.json has a value'),
@@ -393,12 +396,12 @@ def test_a_head_that_is_tied_and_another_all_the_same(tmp_path, caplog):
 def test_drafter_for_another_target(tmp_path, target, drafter):
   hub.save_drafter(drafter, tmp_path / 'saved')
   other = dataclasses.replace(target, config=dataclasses.replace(target.config, vocab_size=12, width=64))
-  with pytest.raises(ValueError, match='another target.*width 32 instead of 64, vocab_size 11 instead of 12'):
+  with pytest.raises(ValueError, match='width 32 instead of 64, vocab_size 11 instead of 12'):
     hub.load_drafter(tmp_path / 'saved', other)
 
 
 def test_bad_drafters(tmp_path, target, drafter):
-  with pytest.raises(ValueError, match=r'target .*load_target.* None'):
+  with pytest.raises(ValueError, match=r'target`.*load_target.* None'):
     hub.load_drafter('smollm2-135m-eagle2', None)
   with pytest.raises(ValueError, match="Unknown drafter 'nobody'"):
     hub.load_drafter('nobody', target)
@@ -409,8 +412,8 @@ def test_bad_drafters(tmp_path, target, drafter):
   for changed, message in (
     (content | {'kind': 'medusa'}, "kind 'medusa'"),
     ({name: value for name, value in content.items() if name != 'norm_eps'}, r"lacks \['norm_eps'\]"),
-    (content | {'width': '32'}, "these fields must be positive integers: {'width': '32'}"),
-    (content | {'norm_eps': math.nan}, "these fields must be positive numbers: {'norm_eps': nan}"),
+    (content | {'width': '32'}, "`width` = '32'"),
+    (content | {'norm_eps': math.nan}, '`norm_eps` = nan'),
     (content | {'kind': []}, 'unhashable'),
     (content | {'depth': 3}, r"unknown fields \['depth'\]"),
     (HF_CONFIG | {'draft_vocab_size': 5, 'num_hidden_layers': 1}, 'reads the inputs of layers'),  # an EAGLE-3 head

@@ -191,7 +191,7 @@ def test_a_chooser_must_be_one(target, chooser):
 
 
 def test_an_unknown_keyword_is_named(target):
-  with pytest.raises(TypeError, match=r"temprature.*known.*'temperature'"):
+  with pytest.raises(TypeError, match=r"temprature.*'temperature'"):
     decode.generate(target, None, PROMPTS, temprature=1.0)
 
 

@@ -46,7 +46,7 @@ def random_tree(rng, num_nodes: int, max_depth: int, vocab_size: int = 3) -> Dra
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_ancestor_mask_and_depth(seed):
+def test_ancestor_mask_and_depth_match_numpy(seed):
   tree = random_tree(np.random.default_rng(seed), 14, 4)
   expected_TT = np.zeros((14, 14), bool)
   for node in range(14):
@@ -61,7 +61,7 @@ def test_ancestor_mask_and_depth(seed):
 
 @pytest.mark.parametrize('way', [verify_sequential, verify_parallel])
 @pytest.mark.parametrize('seed', SEEDS)
-def test_verify(way, seed):
+def test_verify_matches_numpy(way, seed):
   rng = np.random.default_rng(seed)
   tree = jax.tree.map(jnp.asarray, random_tree(rng, 12, 4))
   choice_TP = rng.integers(0, 3, (12, 5)).astype(np.int32)  # by node and depth: both must be handed over right
@@ -79,7 +79,7 @@ def test_verify(way, seed):
 
 
 @pytest.mark.parametrize('way', [verify_sequential, verify_parallel])
-def test_verify_reaches_every_length(way):
+def test_verify_accepts_paths_of_every_length(way):
   """A chain 0-1-2-3 of tokens 5: the target agrees `n` times."""
   tree = DraftTree(jnp.full(4, 5), jnp.asarray([NO_PARENT, 0, 1, 2]), jnp.zeros(4))
   for n in range(4):
@@ -145,7 +145,7 @@ def library_tree(policy, levels: list[Children], root: int) -> DraftTree:
 
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 @pytest.mark.parametrize('nan', [0.0, 0.2, 0.8, 1.0])
-def test_grow_and_rerank(policy, nan):
+def test_grow_and_rerank_match_numpy(policy, nan):
   for seed in range(3):
     levels = random_children(np.random.default_rng(seed), policy, nan=nan)
     tree = library_tree(policy, levels, root=9)
@@ -162,8 +162,8 @@ def test_grow_and_rerank(policy, nan):
 
 
 @pytest.mark.parametrize('template', [EAGLE1_PATHS, *(p.paths for p in POLICIES[-2:])], ids=len)
-def test_a_static_tree_is_its_template(template):
-  """Tokens spell paths: child c of node x is 10 x + c + 1. Nodes with children come first, and yet all is in order."""
+def test_static_tree_matches_its_paths(template):
+  """Tokens spell paths: child c of node x is 10 x + c + 1. Nodes with children come first within their level."""
   policy = StaticTree(template)
 
   def children(token_BW, fanout):
@@ -184,7 +184,7 @@ def test_a_static_tree_is_its_template(template):
 # Policies.
 
 
-def test_eagle1_tree():
+def test_eagle1_tree_has_the_references_shape():
   leaves = [path for path in EAGLE1_PATHS if not any(other[:-1] == path for other in EAGLE1_PATHS)]
   policy = StaticTree()
   assert (len(EAGLE1_PATHS), len(leaves), policy.max_depth, policy.num_nodes) == (25, 15, 5, 26)
@@ -209,7 +209,7 @@ def test_policy_sizes(policy, widths, fanouts, num_nodes):
   assert len(widths) == policy.max_depth
 
 
-def test_policies_describe_themselves():
+def test_policy_descriptions_and_equality():
   assert DynamicTree().describe() == 'dynamic(width=10, fanout=10, max_depth=6, num_nodes=60)'
   assert Chain().describe() == 'chain(max_depth=4)'
   assert StaticTree([[0], [0, 0]]) == StaticTree(((0,), (0, 0)))
@@ -219,45 +219,45 @@ def test_policies_describe_themselves():
 @pytest.mark.parametrize(
   ('make', 'words'),
   [
-    (lambda: DynamicTree(width=0), 'at least 1.*width'),
-    (lambda: DynamicTree(fanout=-1), 'at least 1.*fanout'),
-    (lambda: DynamicTree(max_depth=0), 'at least 1.*max_depth'),
-    (lambda: DynamicTree(num_nodes=0), 'at least 1.*num_nodes'),
-    (lambda: DynamicTree(2, 2, 2, 8), '8 nodes.*only 7'),
-    (lambda: DynamicTree(num_nodes=True), 'at least 1.*num_nodes'),
-    (lambda: DynamicTree(lookup='no'), "DynamicTree: lookup is 'no'; True or False"),
-    (lambda: Chain(0), 'at least 1.*max_depth'),
-    (lambda: Chain(5000), 'Chain: max_depth is 5000; at most 256'),
-    (lambda: Chain(lookup=None), 'Chain: lookup is None'),
-    (lambda: StaticTree([(0,) * n for n in range(1, 258)]), 'StaticTree: max_depth is 257; at most 256'),
-    (lambda: StaticTree(3), 'StaticTree: paths 3 came; needed is a list'),
-    (lambda: StaticTree([(0.5,)]), r'StaticTree: paths \[\(0.5,\)\] came; needed is a list'),
-    (lambda: Chain(1.5), 'integers.*max_depth'),
-    (lambda: DynamicTree('3'), 'integers.*width'),
-    (lambda: Adaptive(thresholds=(1, np.nan)), r'thresholds .* \(1.0, nan\)'),
-    (lambda: Adaptive(thresholds=1), 'thresholds .* 1'),
-    (lambda: Adaptive(smaller=(1.7,)), r'smaller .*1.7'),
-    (lambda: Adaptive(smaller=3), 'smaller .* 3'),
-    (lambda: StaticTree([]), '0 paths'),
-    (lambda: StaticTree([()]), 'root is implied'),
-    (lambda: StaticTree([(0,), (0,)]), 'distinct'),
-    (lambda: StaticTree([(0,), (1, 0)]), r'without their parent: \[\(1, 0\)\]'),
-    (lambda: StaticTree([(-1,)]), 'ranks >= 0'),
+    (lambda: DynamicTree(width=0), '`width` = 0'),
+    (lambda: DynamicTree(fanout=-1), '`fanout` = -1'),
+    (lambda: DynamicTree(max_depth=0), '`max_depth` = 0'),
+    (lambda: DynamicTree(num_nodes=0), '`num_nodes` = 0'),
+    (lambda: DynamicTree(2, 2, 2, 8), '`num_nodes`.* 7.* got 8'),
+    (lambda: DynamicTree(num_nodes=True), '`num_nodes` = True'),
+    (lambda: DynamicTree(lookup='no'), "DynamicTree: `lookup`.* 'no'"),
+    (lambda: Chain(0), '`max_depth` = 0'),
+    (lambda: Chain(5000), 'Chain: `max_depth`.* 256.* 5000'),
+    (lambda: Chain(lookup=None), 'Chain: `lookup`.* None'),
+    (lambda: StaticTree([(0,) * n for n in range(1, 258)]), 'StaticTree: `max_depth`.* 256.* 257'),
+    (lambda: StaticTree(3), 'StaticTree: `paths`.* 3'),
+    (lambda: StaticTree([(0.5,)]), r'StaticTree: `paths`.* \[\(0.5,\)\]'),
+    (lambda: Chain(1.5), '`max_depth` = 1.5'),
+    (lambda: DynamicTree('3'), "`width` = '3'"),
+    (lambda: Adaptive(thresholds=(1, np.nan)), r'thresholds.* \(1.0, nan\)'),
+    (lambda: Adaptive(thresholds=1), 'thresholds.* 1'),
+    (lambda: Adaptive(smaller=(1.7,)), r'smaller.*1.7'),
+    (lambda: Adaptive(smaller=3), 'smaller.* 3'),
+    (lambda: StaticTree([]), r'`paths`.* got \(\)'),
+    (lambda: StaticTree([()]), r'`paths`.* got \(\(\),\)'),
+    (lambda: StaticTree([(0,), (0,)]), r'`paths`.* got \(\(0,\), \(0,\)\)'),
+    (lambda: StaticTree([(0,), (1, 0)]), r'`paths`.* parent: \[\(1, 0\)\]'),
+    (lambda: StaticTree([(-1,)]), r'`paths`.* got \(\(-1,\),\)'),
   ],
 )
-def test_bad_policies(make, words):
+def test_bad_policies_are_refused(make, words):
   with pytest.raises(ValueError, match=words):
     make()
 
 
-def test_sizes_are_python_s():
+def test_policy_sizes_become_python_integers():
   assert Chain(np.uint8(255)).num_nodes == 256
   tree = DynamicTree(*np.asarray([20, 20, 5, 60], np.uint8))
   assert tree.widths == (1, 20, 20, 20, 20)
   assert {type(size) for size in dataclasses.astuple(tree)[:4]} == {int}
 
 
-def test_the_largest_tree_is_allowed():
+def test_largest_possible_tree_is_allowed():
   assert DynamicTree(2, 2, 2, 7).num_nodes == 7
 
 
@@ -265,7 +265,7 @@ def test_the_largest_tree_is_allowed():
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_accepted_rows_are_appended(seed):
+def test_append_writes_accepted_entries(seed):
   rng = np.random.default_rng(seed)
   B, G, T, P, S, K = 3, 2, 7, 4, 24, 5
   length_B, count_B = rng.integers(0, S - P, B).astype(np.int32), rng.integers(0, P + 1, B).astype(np.int32)
@@ -290,7 +290,7 @@ ROUTED = TargetConfig(
 
 
 @pytest.mark.parametrize('num_rows', [1, 9])
-def test_each_row_goes_through_its_likeliest_experts(num_rows):
+def test_moe_routes_each_token_to_its_likeliest_experts(num_rows):
   x_DR = np.random.default_rng(num_rows).standard_normal((6, num_rows)).astype(np.float32)
   network = Experts(ROUTED)
   variables = network.init(jax.random.key(0), jnp.asarray(x_DR))
@@ -308,7 +308,7 @@ def test_each_row_goes_through_its_likeliest_experts(num_rows):
   assert is_asked == (num_rows == 1)  # of nine rows with two experts of four each, some choose every one
 
 
-def test_what_another_rows_expert_makes_of_a_row_does_not_count():
+def test_moe_ignores_outputs_of_unrouted_experts():
   """At float16 it may overflow, and 0 x inf would be NaN."""
   network = Experts(dataclasses.replace(ROUTED, num_experts=2, experts_per_token=1))
   x_DR = jnp.asarray(np.array([[30, -1], *[[30, 1]] * 5]), jnp.float16)
@@ -327,7 +327,7 @@ def test_what_another_rows_expert_makes_of_a_row_does_not_count():
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_the_best_size_gains_most(seed):
+def test_best_size_gains_most(seed):
   rng = np.random.default_rng(seed)
   B, A, sizes = 3, 12, (1, 2, 5, 9)
   log_q_BA = np.concatenate([np.zeros((B, 1)), -rng.exponential(1.0, (B, A - 1))], axis=1).astype(np.float32)
@@ -350,7 +350,7 @@ def test_the_best_size_gains_most(seed):
   assert gains[chosen] >= max(gains) - 1e-5
 
 
-def test_a_level_is_worth_what_its_frontier_promises():
+def test_level_is_worth_its_expected_tokens():
   knots = jnp.asarray([-2.0, 0.0])
   draft_ms, growth = jnp.asarray([0.0, 2.0, 2.0]), jnp.asarray([1.0, 0.5, 1.0])
   prices = StepCosts(jnp.float32(4.0), jnp.zeros(1), draft_ms)
@@ -365,9 +365,10 @@ def test_a_level_is_worth_what_its_frontier_promises():
 
 
 @pytest.mark.parametrize('smaller', [(0,), (2, 1), (8,), (9,), (2, 2)])
-def test_sizes_must_ascend(smaller):
-  with pytest.raises(ValueError, match='sizes must ascend'):
+def test_adaptive_sizes_must_ascend(smaller):
+  with pytest.raises(ValueError, match='smaller') as raised:
     Adaptive(3, 3, 3, 8, smaller=smaller)
+  assert str(smaller) in str(raised.value)
 
 
 # Sampling.
@@ -375,7 +376,7 @@ def test_sizes_must_ascend(smaller):
 
 @pytest.mark.parametrize('top_k', [0, 1, 2, 7, 40, 100])
 @pytest.mark.parametrize('top_p', [MIN_TOP_P, 0.1, 0.53, 0.9, 0.999, 1.0])
-def test_keep(top_k, top_p):
+def test_keep_matches_sorting(top_k, top_p):
   keep = jax.jit(sampling.keep)
   for seed in range(5):
     rng = np.random.default_rng(seed)
@@ -387,13 +388,13 @@ def test_keep(top_k, top_p):
       np.testing.assert_array_equal(keep(logits_V, how), numpy_keep(logits_V, temperature, top_k, top_p))
 
 
-def test_order_is_that_of_the_floats():
+def test_order_maps_floats_monotonically():
   x_V = jnp.asarray([-jnp.inf, -1e30, -2.0, -1e-30, 1e-30, 0.5, 3.0, jnp.inf], jnp.float32)
   assert (jnp.diff(sampling._order(x_V).astype(jnp.float32)) > 0).all()
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_threshold(seed):
+def test_threshold_matches_sorting(seed):
   rng = np.random.default_rng(seed)
   order_V = rng.integers(0, 2**32, 30, dtype=np.uint32)
   order_V[:10] = order_V[10:20]
@@ -403,14 +404,14 @@ def test_threshold(seed):
 
 
 @pytest.mark.parametrize('tokens', [[0], [7, 3, 49_151], range(1000)], ids=str)
-def test_noise_of_some_tokens_is_theirs_in_that_of_all(tokens):
+def test_noise_of_some_tokens_matches_noise_of_all(tokens):
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), 2), 9)
   all_V = jax.random.gumbel(key, (49_152,))
   found_U = sampling.position_noise(5, 2, 9, jnp.asarray(tokens))
   np.testing.assert_allclose(found_U, all_V[jnp.asarray(tokens)], rtol=1e-6)  # the last bit of a logarithm
 
 
-def test_choose_is_gumbel_max_of_what_is_kept():
+def test_choose_is_gumbel_max_of_kept_logits():
   logits_V, position_n = np.random.default_rng(0).standard_normal(30).astype(np.float32), np.arange(10)
   choose = jax.jit(jax.vmap(sampling.choose, in_axes=(None, None, None, 0)))
   noise = jax.jit(jax.vmap(lambda position: sampling.position_noise(7, 3, position, jnp.arange(30))))
@@ -423,7 +424,7 @@ def test_choose_is_gumbel_max_of_what_is_kept():
     np.testing.assert_array_equal(choose(logits_V, how, jnp.int32(3), position_n), perturbed_nV.argmax(axis=1))
 
 
-def test_of_equal_logits_the_first_is_chosen():
+def test_choose_takes_the_first_of_equal_logits():
   logits_V = jnp.asarray([0.5, -jnp.inf, 2.0, 1.0, 2.0, 2.0])
   assert sampling.choose(logits_V, sampling.Sampling.of(), jnp.int32(0), jnp.int32(0)) == 2
 
@@ -443,10 +444,10 @@ def test_of_equal_logits_the_first_is_chosen():
     (3, 4, 4),
   ],
 )
-def test_a_pass_fills_whole_tiles(num_nodes, batch, wanted):
+def test_columns_per_sequence_fills_tiles(num_nodes, batch, wanted):
   assert columns_per_sequence(num_nodes, batch) == wanted
 
 
 @pytest.mark.parametrize(('num_nodes', 'batch', 'wanted'), [(1, 1, 8), (1, 4, 2), (1, 3, 1), (5, 2, 8), (9, 1, 16)])
-def test_a_pass_has_as_many_rows_as_a_product_takes(num_nodes, batch, wanted):
+def test_columns_per_sequence_has_the_minimum_columns(num_nodes, batch, wanted):
   assert columns_per_sequence(num_nodes, batch, min_columns=8) == wanted

@@ -208,11 +208,12 @@ def test_what_a_layout_cannot_say_is_an_error(target, tmp_path, changes, layout,
 
 
 def test_ids_of_a_head_of_its_own_cannot_be_chosen():
-  with pytest.raises(ValueError, match='head of its own'):
+  with pytest.raises(ValueError, match='own head'):
     HEADS['eagle3'].with_ids([1, 2])
   for ids in ([1, 1], [0, -1], [10_000]):
-    with pytest.raises(ValueError, match='distinct ones are needed, 0 ..'):
+    with pytest.raises(ValueError, match='`ids`') as raised:
       HEADS['eagle'].with_ids(ids)
+    assert str(ids) in str(raised.value)
 
 
 SPECULATORS = {'architectures': ['EagleSpeculator'], 'speculators_model_type': 'eagle'}

@@ -29,8 +29,8 @@ def longest(text: list[int], path: list[int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize('seed', range(10))
-def test_what_followed_the_longest_match(seed):
-  """Of texts of two letters, and so with many matches, some longer than MAX_MATCH; behind them lies scratch."""
+def test_find_next_matches_a_search_in_numpy(seed):
+  """Texts of two letters have many matches, some longer than MAX_MATCH; undefined tokens follow them."""
   rng = np.random.default_rng(seed)
   text_BS = rng.integers(0, 2, (3, 60)).astype(np.int32)
   text_BS[2] = np.tile([0, 1, 1], 20)
@@ -41,9 +41,9 @@ def test_what_followed_the_longest_match(seed):
   def follow(lookup: TextLookup):
     """Behind the text, and behind one drafted token of two, and one more."""
     matches = [lookup.match()]
-    matches.append(lookup.extended(jnp.repeat(matches[0], 2, axis=1), drafted_BW))
-    matches.append(lookup.extended(matches[1][:, ::-1], drafted_BW))
-    return [lookup.after(match_BWS) for match_BWS in matches]
+    matches.append(lookup.extend(jnp.repeat(matches[0], 2, axis=1), drafted_BW))
+    matches.append(lookup.extend(matches[1][:, ::-1], drafted_BW))
+    return [lookup.find_next(match_BWS) for match_BWS in matches]
 
   found = follow(TextLookup(jnp.asarray(text_BS), jnp.asarray(newest_B)))
   for b, newest in enumerate(newest_B):
@@ -58,13 +58,13 @@ def test_what_followed_the_longest_match(seed):
         )
 
 
-def test_no_copy_is_made_of_what_is_not_there():
-  """A text of one token, and NO_TOKEN, which unused nodes have."""
+def test_unused_nodes_match_nothing():
+  """Covers a text of one token, and the NO_TOKEN of unused nodes."""
   lookup = TextLookup(jnp.full((1, 5), NO_TOKEN).at[0, 0].set(7), jnp.zeros(1, jnp.int32))
-  unused_BWS = lookup.extended(lookup.match(), jnp.full((1, 1), NO_TOKEN))
+  unused_BWS = lookup.extend(lookup.match(), jnp.full((1, 1), NO_TOKEN))
   assert not lookup.match().any()
   assert not unused_BWS.any()
-  assert lookup.after(unused_BWS) == Evidence(jnp.full((1, 1), NO_TOKEN), jnp.zeros((1, 1)))
+  assert lookup.find_next(unused_BWS) == Evidence(jnp.full((1, 1), NO_TOKEN), jnp.zeros((1, 1)))
 
 
 @pytest.fixture(scope='module')
@@ -82,7 +82,7 @@ def test_evidence_raises_one_logit(pair, token):
   def noise(token_XB):
     return 0.01 * token_XB.astype(jnp.float32)
 
-  children = spec.drafter.children(params.drafter, out_D11, noise, len(IDS), evidence)
+  children = spec.drafter.top_children(params.drafter, out_D11, noise, len(IDS), evidence)
   ids = sorted({*IDS.tolist(), token} - {NO_TOKEN})
   logits = np.asarray(pair[0].head_VD)[ids] @ np.asarray(out_D11)[:, 0, 0] + 0.01 * np.asarray(ids)
   log_p = np.asarray(jax.nn.log_softmax(jnp.asarray(logits + 2.5 * (np.asarray(ids) == token), jnp.float32)))
@@ -93,14 +93,14 @@ def test_evidence_raises_one_logit(pair, token):
 
 @pytest.mark.parametrize('policy', [Chain(4, lookup=True), DynamicTree(3, 3, 4, 9, lookup=True)])
 @pytest.mark.parametrize('temperature', [0.0, 0.7])
-def test_looking_things_up_changes_no_text(pair, policy, temperature):
+def test_lookup_changes_no_text(pair, policy, temperature):
   how = {'max_new_tokens': NUM_NEW, 'temperature': temperature, 'eos_ids': (), 'seed': 3}
   plain = decode.generate(pair[0], None, PROMPTS, **how)
   assert decode.generate(*pair, PROMPTS, policy=policy, **how).tokens == plain.tokens
 
 
-def test_text_that_repeats_itself_is_drafted_though_its_tokens_are_not_in_the_draft_vocabulary(pair):
-  """Greedy text of so small a target soon runs in circles."""
+def test_lookup_drafts_repeated_tokens_outside_the_draft_vocabulary(pair):
+  """Greedy text of such a small target soon repeats itself."""
   passes = {
     lookup: decode.generate(*pair, PROMPTS, max_new_tokens=NUM_NEW, eos_ids=(), policy=Chain(4, lookup=lookup)).stats[
       'num_target_passes'

@@ -137,14 +137,14 @@ def until(row: list[int], eos_ids) -> list[int]:
   return row[: 1 + next((i for i, token in enumerate(row) if token in eos_ids), len(row))]
 
 
-def test_the_oracle_text_is_worth_comparing():
+def test_oracle_texts_are_varied():
   texts = [plain(sampling) for sampling in SAMPLINGS]
   assert all(len(set(row)) > VOCAB // 2 for text in texts for row in text)
   assert len({tuple(row) for text in texts for row in text}) == len(SAMPLINGS) * len(PROMPTS)
 
 
-def test_plain_text_is_the_hash_of_itself():
-  """Worked out anew from the finished text: prompts are read whole, their padding is not."""
+def test_plain_decoding_matches_the_hash_in_numpy():
+  """The hash is recomputed from the finished text: whole prompts count, their padding does not."""
   for prompt, row in zip(PROMPTS, plain(GREEDY), strict=True):
     text_L = jnp.asarray([*prompt, *row])
     hash_L = jnp.cumsum(oracle.ingredient(text_L, jnp.arange(len(text_L))), dtype=jnp.uint32)
@@ -153,7 +153,7 @@ def test_plain_text_is_the_hash_of_itself():
 
 
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: f'{p.describe()}-{hash(p) % 97}')
-def test_speculative_is_plain(policy):
+def test_speculative_matches_plain_decoding(policy):
   seen = set()
   for sampling in SAMPLINGS:
     tokens, num_accepted = run(policy, **sampling)
@@ -163,7 +163,7 @@ def test_speculative_is_plain(policy):
   assert seen == set(range(policy.max_depth + 1))
 
 
-def test_random_trees_are_plain():
+def test_random_trees_match_plain_decoding():
   seen = set()
   for sampling in SAMPLINGS:
     tokens, num_accepted = run(DynamicTree(4, 4, 4, 12), drafter=RandomTrees(VOCAB), **sampling)
@@ -174,8 +174,8 @@ def test_random_trees_are_plain():
 
 
 @pytest.mark.parametrize('policy', [Chain(4), DynamicTree(3, 3, 3, 8)], ids=lambda p: p.describe())
-def test_an_ngram_drafter_is_plain(policy):
-  """Of 13 tokens many repeat by chance, so some of what is drafted is accepted."""
+def test_ngram_drafter_matches_plain_decoding(policy):
+  """With 13 tokens many repeat by chance, so some drafted tokens are accepted."""
   for sampling in SAMPLINGS:
     tokens, num_accepted = run(policy, drafter=oracle.ngram(VOCAB), **sampling)
     assert tokens == plain(sampling)
@@ -185,7 +185,7 @@ def test_an_ngram_drafter_is_plain(policy):
 
 @pytest.mark.parametrize('sampling', [GREEDY, SAMPLED], ids=['greedy', 'sampled'])
 @pytest.mark.parametrize('policy', [Chain(4), DynamicTree()], ids=lambda p: p.describe())
-def test_eos_ends_a_row_wherever_it_comes(policy, sampling):
+def test_eos_ends_a_sequence_anywhere_in_a_path(policy, sampling):
   num_drafted_eos = 0
   for eos_ids in [(token,) for token in range(VOCAB)] + [(1, 2), (12, 0)]:
     tokens, num_accepted = run(policy, eos_ids=eos_ids, **sampling)
@@ -206,7 +206,7 @@ def test_max_new_tokens_cuts_inside_a_path(policy):
   assert num_cut > 5
 
 
-def test_few_new_tokens():
+def test_few_new_tokens_match_plain_decoding():
   for max_new_tokens in range(1, 9):
     tokens, num_accepted = run(SMALL, max_new_tokens=max_new_tokens, **SAMPLED)
     assert tokens == [row[:max_new_tokens] for row in plain(SAMPLED)]
@@ -215,7 +215,7 @@ def test_few_new_tokens():
       assert num_accepted == [[]] * len(PROMPTS)
 
 
-def test_a_row_does_not_know_its_batch():
+def test_sequence_is_independent_of_its_batch():
   for sampling in (GREEDY, FILTERED):
     tokens, num_accepted = run(SMALL, **sampling)
     for row, prompt in enumerate(PROMPTS):
@@ -223,7 +223,7 @@ def test_a_row_does_not_know_its_batch():
       assert alone == ([tokens[row]], [num_accepted[row]])
 
 
-def test_seed_and_row_id_key_the_text():
+def test_seed_and_row_id_determine_the_text():
   tokens, _ = run(SMALL, **SAMPLED)
   assert run(SMALL, temperature=1.0, seed=2)[0] != tokens
   other, _ = run(SMALL, row_ids=(5, 0, 901, 6), **SAMPLED)
@@ -231,7 +231,7 @@ def test_seed_and_row_id_key_the_text():
   assert other[3] != tokens[3]
 
 
-def test_a_drafter_that_forgets_costs_speed_and_no_text():
+def test_forgetful_drafter_lowers_tau_and_keeps_the_text():
   _, num_accepted = run(SMALL, **SAMPLED)
   tokens, num_accepted_forgetful = run(SMALL, drafter=Forgetful(VOCAB), **SAMPLED)
   assert tokens == plain(SAMPLED)
@@ -263,15 +263,15 @@ def tables(*, tokens: float = 2.0, dear: dict[str, list[tuple[float, float]]] | 
 
 @pytest.mark.parametrize('sampling', SAMPLINGS, ids=str)
 @pytest.mark.parametrize('rate', [0.0, 1.0, 2.0, 5.0, 1e6])
-def test_a_tree_cut_to_what_pays_changes_no_text(sampling, rate):
+def test_adaptive_tree_matches_plain_decoding(sampling, rate):
   tokens, num_accepted = run(ADAPTIVE, arrays=tables(tokens=rate), **sampling)
   assert tokens == plain(sampling)
   check_counts(tokens, num_accepted)
 
 
 @pytest.mark.parametrize('rate', [0.0, 2.0, 1e6])
-def test_the_drafter_remembers_the_text_after_trees_of_any_size(rate):
-  """Small trees have short paths, on which the drafter's pass is short too."""
+def test_drafter_state_follows_the_text_after_adaptive_trees(rate):
+  """Small trees have short paths, so the drafter's update reads few positions."""
   params, spec = oracle.build(ADAPTIVE, vocab_size=VOCAB, arrays=tables(tokens=rate))
   (prompt,), sampling = PROMPTS[:1], Sampling.of(**SAMPLED)
   limits: Any = {'max_new_tokens': NUM_NEW, 'sampling': sampling, 'row_ids': ROW_IDS[:1], 'eos_ids': ()}
@@ -281,7 +281,7 @@ def test_the_drafter_remembers_the_text_after_trees_of_any_size(rate):
   assert state.drafter.hash[0] == oracle.ingredient(text_L, jnp.arange(len(text_L))).sum(dtype=jnp.uint32)
 
 
-def test_what_costs_nothing_is_done_and_what_costs_too_much_is_not():
+def test_adaptive_tree_is_full_at_no_cost_and_empty_at_high_cost():
   full = run(DynamicTree(3, 3, 3, 8), **SAMPLED)[1]
   accepted = {rate: run(ADAPTIVE, arrays=tables(tokens=rate), **SAMPLED)[1] for rate in (0.0, 2.0, 5.0, 1e6)}
   by_rate = {rate: sum(map(sum, num_accepted)) for rate, num_accepted in accepted.items()}
@@ -289,7 +289,7 @@ def test_what_costs_nothing_is_done_and_what_costs_too_much_is_not():
   assert by_rate[0.0] > by_rate[2.0] > by_rate[5.0] >= by_rate[1e6] == 0
 
 
-def test_costs_are_weighed_as_for_text_of_the_temperature_asked_for():
+def test_adaptive_tree_uses_acceptance_at_the_requested_temperature():
   only_greedy, only_sampled = (
     tables(dear={'temperature': [(0.0, greedy), (0.5, sampled)]}) for greedy, sampled in ((1, 1e6), (1e6, 1))
   )
@@ -299,7 +299,7 @@ def test_costs_are_weighed_as_for_text_of_the_temperature_asked_for():
   assert sum(map(sum, run(ADAPTIVE, arrays=only_sampled, **SAMPLED)[1])) > 0
 
 
-def test_costs_are_weighed_as_behind_the_cache_at_hand():
+def test_adaptive_tree_uses_costs_of_the_actual_cache_size():
   only_small, only_large = (
     tables(dear={'num_slots': [(500.0, small), (800.0, large)]}) for small, large in ((1, 1e6), (1e6, 1))
   )

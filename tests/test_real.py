@@ -3,7 +3,7 @@
 import pytest
 
 from eagle_jax import Chain, DynamicTree, StaticTree, decode, hub
-from eagle_jax.bench.measure import NEAR_TIE, gap_where_they_part
+from eagle_jax.bench.measure import NEAR_TIE, gap_at_divergence
 from eagle_jax.sampling import Sampling
 
 pytestmark = pytest.mark.real
@@ -35,7 +35,7 @@ def assert_same_text(pair, prompts, max_new_tokens, temperature, policy):
     if ours != theirs:
       same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
       prompt = target.tokenizer.encode_prompt(prompts[row])
-      gap = gap_where_they_part(target, prompt, theirs, ours, sampling, row)
+      gap = gap_at_divergence(target, prompt, theirs, ours, sampling, row)
       assert gap < NEAR_TIE, f'prompt {row} differs at new token {same}, where the best two are {gap} apart'
       print(f'near tie: prompt {row}, new token {same}, gap {gap}')  # noqa: T201  (to be seen, never hidden)
   assert speculative.stats['tau'] > 1.2

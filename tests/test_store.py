@@ -91,14 +91,14 @@ def test_a_damaged_file_is_replaced(folder, damage, caplog):
   (path,) = folder.iterdir()
   path.write_bytes(damage(path.read_bytes()))
   assert [was_found(x), was_found(x)] == [False, True]
-  assert caplog.text.count('holds no program') == 1
+  assert caplog.text.count('holds no usable program') == 1
 
 
 def test_what_cannot_be_kept_runs(folder, caplog):
   folder.rmdir()
   folder.write_text('a file where the folder should be')
   assert not was_found(jnp.ones(3))
-  assert caplog.text.count('is not kept') == 1
+  assert caplog.text.count('is not stored') == 1
 
 
 class LongerChain(Chain):

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
+from eagle_jax.policy.costs import Bytes, Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
 
-SHORT = Times(
+SHORT = StepTimes(
   num_slots=100, verify_ms={1: 10.0, 2: 11.0, 4: 13.0, 8: 21.0}, root_ms=1.0, draft_ms={1: 2.0, 3: 4.0},
   whole_ms={'chain(max_depth=3)': 18.0}, target_bytes=Bytes(3000, 1000), drafter_bytes=Bytes(400, 0),
 )  # fmt: skip
@@ -24,4 +24,4 @@ COSTS = Costs(
   vocabularies=(Vocabulary(64, True, 0.75, 2.0, 17.0),),
 )  # fmt: skip
 
-PARTS = Parts(**{field.name: getattr(COSTS, field.name) for field in dataclasses.fields(Parts)})
+TIMINGS = Timings(**{field.name: getattr(COSTS, field.name) for field in dataclasses.fields(Timings)})

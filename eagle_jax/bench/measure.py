@@ -1,4 +1,4 @@
-"""Plain and speculative decoding of the same questions, turn about, each answer written down as soon as it is there."""
+"""Decode questions plainly and speculatively in turn, and log each answer as soon as it is complete."""
 
 import dataclasses
 import hashlib
@@ -22,56 +22,56 @@ from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
 from eagle_jax.sharding import fetched
 
-NEAR_TIE = 1e-3  # two perturbed logits so close may fall either way in kernels of another shape
+NEAR_TIE = 1e-3  # two perturbed logits this close may swap order in kernels of another shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-  """A pair, and how it is asked."""
+  """A benchmark of a pair with fixed options."""
 
   target: Target
   drafter: Drafter | None
   policy: TreePolicy
-  options: Mapping[str, Any]  # keywords of `decode.generate`; no temperature
-  num_repeats: int = 1  # times that each answer is timed
+  options: Mapping[str, Any]  # keywords of `decode.generate` without temperature
+  num_repeats: int = 1  # how often each answer is timed
 
   def measure(
     self, questions: Sequence[Question], temperature: float, log: Path, settings: Mapping[str, Any]
   ) -> Iterator[Answered]:
-    """Answers every turn plainly and speculatively, and yields both; batch 1.
+    """Answer every turn by plain and by speculative decoding at batch size 1, and yield both.
 
-    The two take turns in going first. A program that has just been compiled runs once before it is timed. Later turns
-    follow plain decoding's answers. Answers that the log holds already are not made again.
+    The two alternate in going first. A program that was just compiled runs once before it is timed. Later turns follow
+    plain decoding's answers. Answers that are already in the log are not decoded again.
 
     Args:
-      questions: of any tasks. Without a chat template, only their first turns are asked. A question ends before a turn
-        that the context has no room for.
-      temperature: of all of them.
-      log: JSON Lines, an `Answered` each, of any temperature, behind a line of `settings`.
-      settings: what the answers depend on; another run's log is not gone on with.
+      questions: of any tasks. Without a chat template only their first turns are asked. A question ends before a turn
+        that does not fit the context.
+      temperature: for all questions.
+      log: JSON Lines: `settings`, then one `Answered` a line, of any temperature.
+      settings: everything that the answers depend on; a log with other settings is not continued.
 
     Raises:
-      ValueError: the log is of other settings, or the target has no tokenizer.
+      ValueError: the log has other settings, or the target has no tokenizer.
     """
-    tokenizer_of(self.target)  # before anything is written
+    tokenizer_of(self.target)  # fail before anything is written
     known = _read_log(log, settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, 'a', encoding='utf-8') as file:
       for question in questions:
         for key, answer in self._ask(question, temperature, known):
           if key not in known:
-            file.write(answer.line() if file.tell() else json.dumps(settings) + '\n' + answer.line())
+            file.write(answer.to_line() if file.tell() else json.dumps(settings) + '\n' + answer.to_line())
             file.flush()
           yield answer
 
   def turns(self, question: Question) -> tuple[str, ...]:
-    """What is asked, where the context has room for it."""
+    """Return the turns to ask, if they fit the context: all, or the first without a chat template."""
     return question.turns if tokenizer_of(self.target).has_chat_template else question.turns[:1]
 
   def _ask(
     self, question: Question, temperature: float, known: Mapping[tuple, Answered]
   ) -> Iterator[tuple[tuple, Answered]]:
-    """The answers to every turn, as often as each is timed, with their keys in the log."""
+    """Yield the answers to every turn, each `num_repeats` times, with their keys in the log."""
     tokenizer, messages = self.target.tokenizer, []
     for turn, text in enumerate(self.turns(question)):
       messages.append({'role': 'user', 'content': text})
@@ -83,7 +83,8 @@ class Bench:
         answer = known[key] if key in known else self._answer(key, prompt, question.row_id)
         if answer.prompt != prompt:
           raise ValueError(
-            f'The log has an answer to another text of {key}. Choose another --out, or move the log away.'
+            f'The log must answer the current prompt of {key}, got an answer to another one: choose another --out, or '
+            'move the log away.'
           )
         yield key, answer
       messages.append({'role': 'assistant', 'content': tokenizer.decode(answer.plain.tokens)})
@@ -92,20 +93,20 @@ class Bench:
     task, question_id, turn, temperature, repeat = key
     is_plain_first = zlib.crc32(repr(key).encode()) % 2 == 0
     order = ('plain', self.policy) if is_plain_first else (self.policy, 'plain')
-    timed = {policy: self._timed(prompt, row_id, temperature, policy) for policy in order}
+    timed = {policy: self._time_answer(prompt, row_id, temperature, policy) for policy in order}
     plain, spec = timed['plain'], timed[self.policy]
-    how = {name: self.options[name] for name in ('top_k', 'top_p', 'seed') if name in self.options}
-    sampling = Sampling.of(temperature=temperature, **how)
-    gap = gap_where_they_part(self.target, prompt, plain.tokens, spec.tokens, sampling, row_id)
+    filters = {name: self.options[name] for name in ('top_k', 'top_p', 'seed') if name in self.options}
+    sampling = Sampling.of(temperature=temperature, **filters)
+    gap = gap_at_divergence(self.target, prompt, plain.tokens, spec.tokens, sampling, row_id)
     return Answered(task, question_id, turn, temperature, repeat, row_id, prompt, plain, spec, gap)
 
-  def _timed(self, prompt: list[int], row_id: int, temperature: float, policy: str | TreePolicy) -> Timed:
-    how = {**self.options, 'temperature': temperature, 'policy': policy, 'row_ids': [row_id]}
-    return Timed.of(warm(self.target, self.drafter, [prompt], **how))
+  def _time_answer(self, prompt: list[int], row_id: int, temperature: float, policy: str | TreePolicy) -> Timed:
+    options = {**self.options, 'temperature': temperature, 'policy': policy, 'row_ids': [row_id]}
+    return Timed.of(generate_warm(self.target, self.drafter, [prompt], **options))
 
 
 def identity(drafter: Drafter | None) -> dict[str, Any]:
-  """What tells a drafter from others: its ids, dtype and bits, and a digest of its numbers."""
+  """Identify a drafter by its number of ids, dtype, bits and a digest of its parameters."""
   if drafter is None:
     return {}
   digest = hashlib.sha256()
@@ -119,40 +120,42 @@ def identity(drafter: Drafter | None) -> dict[str, Any]:
   }
 
 
-def warm(*args: Any, **how: Any) -> Generation:
-  """`generate`, and once more if something had to be compiled: times are of a warm program."""
-  generation = generate(*args, **how)
-  return generate(*args, **how) if generation.stats['compile_s'] else generation
+def generate_warm(*args: Any, **options: Any) -> Generation:
+  """Call `generate`, and again if something was compiled, so that times are those of a warm program."""
+  generation = generate(*args, **options)
+  return generate(*args, **options) if generation.stats['compile_s'] else generation
 
 
 def _read_log(path: Path, settings: Mapping[str, Any]) -> dict[tuple, Answered]:
-  """What a log holds, by question, turn, temperature and repeat. A line that was being written is cut off."""
+  """Read a log, by task, question, turn, temperature and repeat; remove an incomplete last line."""
   if not path.exists():
     return {}
   text = path.read_bytes()
   os.truncate(path, text.rfind(b'\n') + 1)
   first, *lines = text[: text.rfind(b'\n') + 1].decode().splitlines() or ['']
-  if not lines:  # as good as not begun
+  if not lines:  # settings without answers: start over
     os.truncate(path, 0)
     return {}
   if wrong := differences(json.loads(first), json.loads(json.dumps(settings))):
-    raise ValueError(f'The log {path} is of a run with {wrong}. Choose another --out, or move it away.')
+    raise ValueError(
+      f'The log {path} must be of a run with the same settings, got {wrong}: choose another --out, or move it away.'
+    )
   answered = map(Answered.parse, lines)
   return {(a.task, a.question_id, a.turn, a.temperature, a.repeat): a for a in answered}
 
 
 def num_same(plain: Sequence[int], spec: Sequence[int]) -> int:
-  """Tokens before the first that differs, or that only one text has."""
+  """Count the tokens before the first that differs or that only one text has."""
   pairs = zip(plain, spec, strict=False)
   return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(spec)))
 
 
-def gap_where_they_part(
+def gap_at_divergence(
   target: Target, prompt: Sequence[int], plain: Sequence[int], spec: Sequence[int], sampling: Sampling, row_id: int
 ) -> float | None:
-  """How far plain decoding's two best perturbed logits lie apart where the other text parts from it; None if nowhere.
+  """Compute the gap between plain decoding's two best perturbed logits where the texts diverge; None if they do not.
 
-  Below `NEAR_TIE` that is rounding, and above it a defect.
+  A gap below `NEAR_TIE` is explained by rounding; a larger one is a defect.
   """
   if list(plain) == list(spec):
     return None

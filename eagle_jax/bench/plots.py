@@ -1,4 +1,4 @@
-"""Plots of a benchmark and of costs, as PNG files."""
+"""Plot a benchmark and costs as PNG files."""
 
 import importlib.util
 import logging
@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.files import replacing
-from eagle_jax.policy.costs import Costs, Parts, plain_tok_per_s
+from eagle_jax.policy.costs import Costs, Timings, plain_tok_per_s
 
 log = logging.getLogger('eagle_jax')
 
 
 def plot(report: Mapping[str, Any], folder: Path) -> list[Path]:
-  """Histogram of accepted lengths, acceptance by depth and by task, and calibration if the report has it.
+  """Plot a histogram of accepted lengths, acceptance by depth and task, and calibration if the report has it.
 
   Args:
-    report: from `summary.report`, perhaps with `calibration`.
-    folder: where the files go.
+    report: from `summary.report`, optionally with `calibration`.
+    folder: where the files are written.
 
   Returns:
-    Their paths; none without matplotlib.
+    The paths of the files; none without matplotlib.
   """
   if not _has_matplotlib():
     return []
@@ -49,43 +49,44 @@ def plot(report: Mapping[str, Any], folder: Path) -> list[Path]:
   return paths
 
 
-def plot_costs(costs: Parts, path: Path) -> None:
-  """Target and drafter passes against their floors; for a pair that was tuned, the speedup of trees by their size too,
-  and what draft vocabularies come to.
+def plot_costs(costs: Timings, path: Path) -> None:
+  """Plot target and drafter passes with their lower bounds; for `Costs`, also speedups and draft vocabularies.
 
   Args:
-    costs: measured.
-    path: where the PNG file goes; without matplotlib, there will be none.
+    costs: measured costs.
+    path: of the PNG file; nothing is written without matplotlib.
   """
   if not _has_matplotlib():
     return
-  with _figure(path, 'rows: tree nodes, or width of a level', 'ms') as axes:
+  with _figure(path, 'tree nodes, or width of a level', 'ms') as axes:
     for times in costs.times:
       passes = (
         ('target pass', times.verify_ms, times.target_bytes),
         ('drafted level', times.draft_ms, times.drafter_bytes),
       )
       for name, measured, num_bytes in passes:
-        label = f'{name} behind {times.num_slots} slots'
+        label = f'{name}, {times.num_slots} slots'
         (line,) = axes.plot([*measured], [*measured.values()], marker='o', label=label)
-        floor = [costs.floor_ms(num_bytes, rows) for rows in measured]
+        floor = [costs.floor_ms(num_bytes, num_nodes) for num_nodes in measured]
         axes.plot([*measured], floor, ls=':', color=line.get_color(), label=f'{label}, floor')
     axes.set_xscale('log', base=2)
     axes.legend()
   if not isinstance(costs, Costs):
     return
-  with _figure(path.with_stem(f'{path.stem}_speedup'), 'num_nodes', 'times plain decoding') as axes:
+  with _figure(path.with_stem(f'{path.stem}_speedup'), 'num_nodes', 'speedup over plain decoding') as axes:
     for name, rates in (('modelled', costs.modelled), ('decoded', costs.policies)):
       points = sorted((rate.policy.num_nodes, rate.tok_per_s / plain_tok_per_s(rates)) for rate in rates)
       axes.plot(*zip(*points, strict=True), marker='o', ls='', label=name)
     axes.axhline(1, color='0.7', lw=1)
     axes.set_xscale('log', base=2)
     axes.legend()
-  with _figure(path.with_stem(f'{path.stem}_vocabulary'), 'ids in the draft vocabulary', 'of the largest') as axes:
+  with _figure(
+    path.with_stem(f'{path.stem}_vocabulary'), 'ids in the draft vocabulary', 'relative to the largest'
+  ) as axes:
     largest = max(costs.vocabularies, key=lambda one: (one.num_ids, not one.is_quantised))
     for is_quantised in sorted({one.is_quantised for one in costs.vocabularies}):
       alike = [one for one in costs.vocabularies if one.is_quantised == is_quantised]
-      for field, label in (('tau', 'tau'), ('cycle_ms', 'time of a cycle'), ('coverage', "target's tokens covered")):
+      for field, label in (('tau', 'tau'), ('cycle_ms', 'time of a step'), ('coverage', "target's tokens covered")):
         points = sorted((one.num_ids, getattr(one, field) / getattr(largest, field)) for one in alike)
         style = {'marker': 'o', 'ls': '--' if is_quantised else '-'}
         axes.plot(*zip(*points, strict=True), **style, label=f'{label}, 8 bits' if is_quantised else label)
@@ -96,7 +97,7 @@ def plot_costs(costs: Parts, path: Path) -> None:
 def _has_matplotlib() -> bool:
   found = importlib.util.find_spec('matplotlib') is not None
   if not found:
-    log.info('no matplotlib (extra: bench): nothing is plotted')
+    log.info('matplotlib is not installed (extra: bench): nothing is plotted')
   return found
 
 

@@ -1,4 +1,4 @@
-"""Benchmark questions: one JSON Lines file a task, as the EAGLE repository and FastChat keep them."""
+"""Read benchmark questions: one JSON Lines file a task, in the format of the EAGLE repository and FastChat."""
 
 import zlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ QUESTIONS = Path(__file__).parents[1] / 'assets' / 'questions'  # openly license
 
 
 class Question(NamedTuple):
-  """What is asked, turn by turn; the model answers in between."""
+  """A question with one or more turns; the model answers each."""
 
   task: str
   id: str
@@ -20,42 +20,42 @@ class Question(NamedTuple):
 
   @property
   def row_id(self) -> int:
-    """Keys the noise: another one for every question of every task, the same in every run."""
+    """The key of the noise: distinct for every question of every task, the same in every run."""
     return zlib.crc32(f'{self.task}/{self.id}'.encode()) >> 1
 
 
 def tokenizer_of(target: Target) -> Any:
-  """The target's tokenizer; ValueError if it has none, for questions are texts."""
+  """Return the target's tokenizer; raise a ValueError if it has none, since questions are texts."""
   if target.tokenizer is None:
-    raise ValueError(f'Questions are texts, and target {target.config.name!r} has no tokenizer: load one that has.')
+    raise ValueError(f'Target {target.config.name!r} must have a tokenizer for questions: load one that has.')
   return target.tokenizer
 
 
 def tasks_in(folder: str | Path) -> list[str]:
-  """Names of a folder's tasks; ValueError if it has none."""
+  """List the names of a folder's tasks; raise a ValueError if it has none."""
   if tasks := sorted(path.stem for path in Path(folder).expanduser().glob('*.jsonl')):
     return tasks
-  raise ValueError(f'No questions in {folder}: needed is a folder with a TASK.jsonl file or more.')
+  raise ValueError(f'No questions in {folder}: pass a folder with at least one TASK.jsonl file.')
 
 
 def read_questions(folder: str | Path, task: str, num_questions: int | None = None) -> list[Question]:
-  """The first questions of a task.
+  """Read the first questions of a task.
 
   Args:
-    folder: holds `TASK.jsonl`, lines with `question_id` and `turns`, a list of strings.
-    task: name of the file, without its ending.
-    num_questions: at most so many; None for all.
+    folder: contains `TASK.jsonl` with one JSON object a line: `question_id`, and `turns`, a list of strings.
+    task: name of the file without its ending.
+    num_questions: maximum number of questions; None for all.
 
   Raises:
-    ValueError: no such task, a line that holds no question, or no line at all; the message names it.
+    ValueError: the task does not exist or is empty, or a line is not a question; the message names the file and line.
   """
   path = Path(folder).expanduser() / f'{task}.jsonl'
   if not path.is_file():
-    raise ValueError(f'No questions at {path}. The tasks in that folder are {tasks_in(folder)}: choose among them.')
+    raise ValueError(f'No questions at {path}: choose among the tasks in that folder, {tasks_in(folder)}.')
   with open(path, encoding='utf-8') as lines:
     questions = list(_parsed(task, path, lines))
   if not questions:
-    raise ValueError(f'{path} is empty: give it a question a line.')
+    raise ValueError(f'{path} is empty: write one question a line.')
   return questions[:num_questions]
 
 
@@ -67,7 +67,7 @@ def _parsed(task: str, path: Path, lines) -> Iterator[Question]:
     try:
       turns, name = question['turns'], str(question['question_id'])
     except (KeyError, TypeError) as error:
-      raise ValueError(f'{path}, line {number}: {error!r}. Needed is JSON with `question_id` and `turns`.') from error
+      raise ValueError(f'{path}, line {number}: must have `question_id` and `turns`, got {error!r}.') from error
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-      raise ValueError(f'{path}, line {number}: `turns` is {turns!r}; a list of non-empty strings is needed.')
+      raise ValueError(f'{path}, line {number}: `turns` must be a list of non-empty strings, got {turns!r}.')
     yield Question(task, name, tuple(turns))

@@ -1,4 +1,4 @@
-"""What the answers of a benchmark say: acceptance, speed, and whether the texts are the same."""
+"""Summarise the answers of a benchmark: acceptance, speed, and whether the texts are identical."""
 
 import csv
 import io
@@ -16,16 +16,16 @@ from eagle_jax.files import replacing
 from eagle_jax.policy.trees import TreePolicy
 
 _DIFFERENT = 'near_ties', 'far_apart'  # see `details`
-NGRAM = 4  # tokens; of the measure of repetition
+NGRAM = 4  # tokens; for measuring repetition
 
 
 def summarise(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, float]:
-  """The six numbers of a task, or of several pooled.
+  """Compute the six numbers of a task, or of several tasks pooled.
 
   Returns:
-    `tau`: new tokens a target pass, pooled (`decode.Generation`). `tau_paper`: see there. `plain_tok_per_s`,
-    `spec_tok_per_s`: new tokens over decode time, all repeats pooled; `speedup`, their ratio. `identical`: the share of
-    texts that are equal, token for token.
+    `tau`: new tokens a target pass, pooled (`decode.Generation`). `tau_paper`: see the function. `plain_tok_per_s`,
+    `spec_tok_per_s`: new tokens over decode time, all repeats pooled. `speedup`: their ratio. `identical`: the share of
+    texts that are equal token for token.
   """
   plain, spec = (rate(getattr(answer, which) for answer in answers) for which in ('plain', 'spec'))
   return {
@@ -39,21 +39,24 @@ def summarise(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, floa
 
 
 def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
-  """What stands behind the six numbers.
+  """Compute the details behind the six numbers.
 
   Returns:
-    `num_answers`. `nodes_per_pass` and `levels_per_pass`, verified and drafted.
-    `near_ties`, `far_apart`: texts that differ, by whether plain decoding's two best logits lay within `NEAR_TIE` where
-    they part. In float32 far apart is a defect; numbers of fewer bits round that far. `differing`: such places a token
-    that was compared, those before them and they themselves.
-    `plain_spread`, `spec_spread`: standard deviation of tokens/s from repeat to repeat; None for one repeat.
-    `acceptance`: by depth; see `Traced.acceptance`. `num_accepted`: target passes by drafted tokens accepted: 0, 1, ...
-    `repetition`: the share of places in the text at which `NGRAM` tokens end that came before in it: greedy text of
-    small models loops, and flatters acceptance. `not_in_tau_paper`: questions that the paper's count leaves out.
+    `num_answers`: number of answers.
+    `nodes_per_pass`, `levels_per_pass`: nodes verified and levels drafted a target pass.
+    `near_ties`, `far_apart`: number of texts that differ, by whether plain decoding's two best logits are within
+    `NEAR_TIE` where they diverge. In float32, far apart is a defect; narrower dtypes round that far.
+    `differing`: divergences over compared tokens, which are those up to and including a divergence.
+    `plain_spread`, `spec_spread`: standard deviation of tokens/s over repeats; None for one repeat.
+    `acceptance`: by depth; see `Traced.acceptance`.
+    `num_accepted`: number of target passes that accepted 0, 1, ... drafted tokens.
+    `repetition`: the share of `NGRAM`s of the text that occurred before in it; greedy text of small models loops, which
+    raises acceptance.
+    `not_in_tau_paper`: number of questions that the paper's count leaves out.
   """
   gaps = [answer.gap for answer in answers if answer.gap is not None]
   trace = traced(answers, policy)
-  num_accepted = np.concatenate([np.asarray(row, np.int64) for row in trace.num_accepted])
+  num_accepted = np.concatenate([np.asarray(counts, np.int64) for counts in trace.num_accepted])
   return {
     'num_answers': len(answers),
     'nodes_per_pass': _by_pass(answers, 'nodes_per_pass'),
@@ -71,22 +74,22 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
 
 
 def traced(answers: Iterable[Answered], policy: TreePolicy) -> Traced:
-  """The acceptance of the speculative answers, each counted once."""
+  """Collect the acceptance of the speculative answers, counting each once."""
   spec = [answer.spec for answer in answers if answer.repeat == 0]
   return Traced([timed.num_accepted for timed in spec], [len(timed.tokens) for timed in spec], policy)
 
 
 def rate(timed: Iterable[Timed]) -> float:
-  """New tokens a second of decoding."""
+  """Compute new tokens a second of decoding."""
   tokens, seconds = zip(*((len(t.tokens), t.decode_s) for t in timed), strict=True)
   return sum(tokens) / max(sum(seconds), 1e-9)
 
 
 def tau_paper(answers: Iterable[Answered]) -> tuple[float, int]:
-  """The paper's tau, and how many questions it leaves out.
+  """Compute the paper's tau, and count the questions that it leaves out.
 
-  By question, tokens over the *zero-based* number of the last pass, then the mean over questions: 2 to 5 % above the
-  pooled tau ("The paper's tau" in draft/README.md). A question whose every turn took a single pass has no such number.
+  It is the mean over questions of tokens over the *zero-based* number of the last pass, which is 2 to 5 % above the
+  pooled tau ("The paper's tau" in draft/README.md). It is undefined for a question whose turns all took one pass.
   """
   by_question: dict[tuple, list[int]] = {}
   for answer in answers:
@@ -99,7 +102,7 @@ def tau_paper(answers: Iterable[Answered]) -> tuple[float, int]:
 
 
 def repetition(texts: Iterable[Sequence[int]]) -> float:
-  """The share of `NGRAM`s that came before in the same text, pooled; 0 where none is long enough."""
+  """Compute the share of `NGRAM`s that occurred before in the same text, pooled; 0 if all texts are too short."""
   num_ngrams = num_new = 0
   for text in texts:
     ngrams = [tuple(text[i : i + NGRAM]) for i in range(len(text) - NGRAM + 1)]
@@ -108,7 +111,7 @@ def repetition(texts: Iterable[Sequence[int]]) -> float:
 
 
 def _by_pass(answers: Iterable[Answered], name: str) -> float:
-  """The mean over all speculative target passes."""
+  """Compute the mean of a statistic over all speculative target passes."""
   means, weights = zip(*((getattr(a.spec, name), len(a.spec.num_accepted)) for a in answers), strict=True)
   return float(np.dot(means, weights) / max(sum(weights), 1))
 
@@ -122,7 +125,7 @@ def _spread(answers: Iterable[Answered], which: str) -> float | None:
 
 
 def report(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
-  """`summarise` and `details` of each task, by name; `mean` over tasks, unweighted, and `pooled`."""
+  """Apply `summarise` and `details` to each task and to all pooled; add the unweighted `mean` over tasks."""
   by_task: dict[str, list[Answered]] = {}
   for answer in answers:
     by_task.setdefault(answer.task, []).append(answer)
@@ -137,29 +140,29 @@ def report(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-  """The six numbers of each task as a table, and how many texts differ in which way."""
+  """Format the six numbers of each task as a table, with the numbers of texts that differ."""
   heads = 'task', 'tau', 'tau_paper', 'plain tokens/s', 'speculative tokens/s', 'speedup', 'identical', *_DIFFERENT
   lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
-  for name, n in _rows(report).items():
+  for name, n in _table_lines(report).items():
     numbers = f'{n["tau"]:.2f} | {n["tau_paper"]:.2f} | {n["plain_tok_per_s"]:.1f} | {n["spec_tok_per_s"]:.1f}'
     different = ' | '.join(str(n[kind]) for kind in _DIFFERENT)
     lines.append(f'| {name} | {numbers} | {n["speedup"]:.2f} | {n["identical"]:.1%} | {different} |')
   return '\n'.join(lines)
 
 
-def _rows(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Of the table, by name."""
-  rows = {**report['tasks'], 'mean': report['mean'], 'pooled': report['pooled']}
-  counts = {name: report['details'].get(name, {}) for name in rows}
-  return {name: {**n, **{kind: counts[name].get(kind, '') for kind in _DIFFERENT}} for name, n in rows.items()}
+def _table_lines(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Collect the numbers of each line of the table, by name."""
+  lines = {**report['tasks'], 'mean': report['mean'], 'pooled': report['pooled']}
+  counts = {name: report['details'].get(name, {}) for name in lines}
+  return {name: {**n, **{kind: counts[name].get(kind, '') for kind in _DIFFERENT}} for name, n in lines.items()}
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
-  """`report.json` with everything, and the table as `report.md` and `report.csv`."""
+  """Write everything to `report.json`, and the table to `report.md` and `report.csv`."""
   table = io.StringIO(newline='')
   writer = csv.DictWriter(table, ['task', *report['pooled'], *_DIFFERENT])
   writer.writeheader()
-  writer.writerows({'task': name, **numbers} for name, numbers in _rows(report).items())
+  writer.writerows({'task': name, **numbers} for name, numbers in _table_lines(report).items())
   texts = {'json': json.dumps(report, indent=2), 'md': markdown(report), 'csv': table.getvalue()}
   for ending, text in texts.items():
     with replacing(folder / f'report.{ending}') as temporary:

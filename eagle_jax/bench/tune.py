@@ -1,4 +1,4 @@
-"""Measures what `policy='auto'` reads: the times of a cycle's parts, and what policies come to on questions."""
+"""Measure the costs that `policy='auto'` reads: times of the parts of a step, and rates of policies on questions."""
 
 import dataclasses
 import datetime
@@ -25,12 +25,12 @@ from eagle_jax.device import bytes_per_s, flops_per_s, is_cpu, num_cores, ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.plain import NoDrafter
-from eagle_jax.evaluate.calibration import Said, examples
+from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import Nodes, Traced, observe, require_traceable, trace
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
-from eagle_jax.policy.costs import Bytes, Calibration, Costs, Parts, Rate, Times, Vocabulary
+from eagle_jax.policy.costs import Bytes, Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, mesh_of, num_devices, using
@@ -43,24 +43,24 @@ SHAPES: tuple[Chain | DynamicTree, ...] = (
   DynamicTree(3, 3, 4, 12), DynamicTree(4, 4, 5, 16), DynamicTree(6, 6, 5, 24), DynamicTree(8, 8, 6, 32), DynamicTree(),
 )  # fmt: skip
 CANDIDATES: tuple[TreePolicy, ...] = tuple(dataclasses.replace(shape, lookup=True) for shape in SHAPES)
-WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole cycles, beside the sum of their parts
+WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole steps, to compare with the sum of the parts
 DEEP = 3, 7, 8  # width, depth and nodes of an adaptive tree for text that repeats itself
-NUM_TIMED = 3  # candidates of the best modelled rate that are decoded with, besides plain and adaptive
-TEMPERATURES = (0.0, 1.0)  # of the texts that paths are valued on, the first of which rates are measured on
-NUM_KNOTS = 12
+NUM_TIMED = 3  # how many of the best modelled candidates are timed in real decoding, besides plain and adaptive
+TEMPERATURES = (0.0, 1.0)  # of the texts for calibration; rates are measured on the first
+NUM_KNOTS = 12  # of a calibration curve
 NUM_HALVINGS = 3  # of the draft vocabulary
-SLACK = 0.02  # of a rate: drafters that differ by less are equally fast, for all that a few prompts can tell
-DEPTHS = 2, 8  # of the trees whose cycles differ by what their levels take
+SLACK = 0.02  # relative: a few prompts cannot tell drafters apart whose rates differ by less
+DEPTHS = 2, 8  # of two trees; the difference of their steps is the time of the levels between
 CONTEXTS = (64, 960)  # tokens
-NUM_CYCLES = 16
+NUM_STEPS = 16
 NUM_ROUNDS = 6
-NUM_RUNS = 3  # of a form in a round
-MAX_COMPILERS = 8  # threads: each takes memory, on a GPU there too, where it tries which form of a product is fastest
+NUM_RUNS = 3  # of each variant in a round
+MAX_COMPILERS = 8  # threads; each takes memory, also on a GPU, where the compiler times alternatives
 
 
 @dataclasses.dataclass(frozen=True)
-class Blank(NoDrafter):
-  """Proposes trees of unused nodes, at no cost: what is left of a cycle is verification."""
+class EmptyTrees(NoDrafter):
+  """A drafter that proposes trees of unused nodes at no cost, so that a step consists of verification alone."""
 
   def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, context: DraftContext) -> Candidates:
     shape = root_B.shape[0], policy.num_nodes
@@ -69,123 +69,130 @@ class Blank(NoDrafter):
     return Candidates(token_BA, jnp.zeros(shape, jnp.int32).at[:, 0].set(NO_PARENT), zero_BA, zero_BA.at[:, 1:].set(-1))
 
 
-Forms = Mapping[Hashable, tuple[Params, Spec]]  # what is timed, by any name
+Variants = Mapping[Hashable, tuple[Params, Spec]]  # programs to be timed, by any name
 
 
-def room(forms: Forms, *, num_prompt: int, max_new_tokens: int) -> int:
-  """Cache slots that are enough for every form."""
-  return max(slots_for(num_prompt, bucket(max_new_tokens), spec.max_path) for _, spec in forms.values())
+def num_slots_for(variants: Variants, *, num_prompt: int, max_new_tokens: int) -> int:
+  """Count the cache slots that are enough for every variant."""
+  return max(slots_for(num_prompt, bucket(max_new_tokens), spec.max_path) for _, spec in variants.values())
 
 
-def prefilled(
-  forms: Forms, tokens_BL: np.ndarray, length_B: np.ndarray, *, fills: Program, max_new_tokens: int, eos_ids: Any
+def prefill_variants(
+  variants: Variants,
+  tokens_BL: np.ndarray,
+  length_B: np.ndarray,
+  *,
+  prefill: Program,
+  max_new_tokens: int,
+  eos_ids: Any,
 ) -> dict[Hashable, DecodeState]:
-  """First states of greedy decoding, by the forms' names, with caches of one size.
+  """Make the first states of greedy decoding, by the variants' names, with caches of one size.
 
-  Forms of one drafter share a state: give a loop, which takes it for itself, a copy.
+  Variants with the same drafter share a state, so copy it before passing it to a loop, which takes it as a donation.
 
   Args:
-    forms: of one target; of drafters that are shaped alike, only one may be among them.
+    variants: of one target; drafters with the same shapes must be the same drafter.
     tokens_BL: [B, L] i32, prompts padded at the end.
     length_B: [B] i32, their lengths.
-    fills: compiles `run_prefill`.
+    prefill: compiles `run_prefill`.
     max_new_tokens, eos_ids: as in `prefill.prefill`.
   """
-  num_slots = room(forms, num_prompt=tokens_BL.shape[1], max_new_tokens=max_new_tokens)
-  how: Any = {'max_new_tokens': max_new_tokens, 'sampling': Sampling.of(), 'row_ids': None, 'eos_ids': eos_ids}
-  filled: dict[Callable, DecodeState] = {}  # by the program that filled it
+  num_slots = num_slots_for(variants, num_prompt=tokens_BL.shape[1], max_new_tokens=max_new_tokens)
+  options: Any = {'max_new_tokens': max_new_tokens, 'sampling': Sampling.of(), 'row_ids': None, 'eos_ids': eos_ids}
+  by_program: dict[Callable, DecodeState] = {}
   states = {}
-  for name, (params, spec) in forms.items():
-    arguments, static = prepare(params, tokens_BL, length_B, spec=spec, **how)
-    fill, _ = fills.compile(*arguments, **static | {'num_slots': num_slots})
-    if fill not in filled:
-      filled[fill] = fill(*arguments)
-    states[name] = filled[fill]
+  for name, (params, spec) in variants.items():
+    arguments, static = prepare(params, tokens_BL, length_B, spec=spec, **options)
+    run, _ = prefill.compile(*arguments, **static | {'num_slots': num_slots})
+    if run not in by_program:
+      by_program[run] = run(*arguments)
+    states[name] = by_program[run]
   return states
 
 
-def copied(state: DecodeState) -> DecodeState:
-  """A state for a loop to take, and finished: what follows is timed."""
+def copy_state(state: DecodeState) -> DecodeState:
+  """Copy a state to be donated to a loop, and wait for the copy, since the loop is timed."""
   return jax.block_until_ready(jax.tree.map(jnp.copy, state))
 
 
 def num_compilers() -> int:
-  """Programs to compile at a time. A compiler for CPUs puts all cores to one; others leave most of them idle."""
+  """Return how many programs to compile in parallel: a compiler for CPUs uses all cores itself, others few of them."""
   return 1 if is_cpu() else min(num_cores(), MAX_COMPILERS)
 
 
-def compiled(
-  forms: Forms, first: Mapping[Hashable, DecodeState], *, mesh: Mesh | None, progress: Callable
+def compile_loops(
+  variants: Variants, first: Mapping[Hashable, DecodeState], *, mesh: Mesh | None, progress: Callable
 ) -> dict[Hashable, Callable]:
-  """Each form's decode loop from its first state, several compiled at a time: tracing takes turns, compiling does not.
+  """Compile each variant's decode loop for its first state, several at a time; only tracing is sequential.
 
-  No `Program`, which is for one thread, and keeps fewer.
+  `Program` is not used here, since it is for a single thread and keeps fewer programs.
   """
 
   def compile_one(name: Hashable) -> Callable:
-    params, spec = forms[name]
-    with using(mesh):  # a thread's own
+    params, spec = variants[name]
+    with using(mesh):  # a thread does not inherit the mesh
       return decode_loop.lower(params, first[name], spec=spec).compile()
 
   with ThreadPoolExecutor(num_compilers()) as pool:
-    runs = progress(pool.map(compile_one, forms), desc='compiling', total=len(forms))
-    return dict(zip(forms, runs, strict=True))
+    runs = progress(pool.map(compile_one, variants), desc='compiling', total=len(variants))
+    return dict(zip(variants, runs, strict=True))
 
 
-def cycles_ms(
-  target: Target, forms: Forms, *, batch: int, num_prompt: int, progress: Callable
+def time_steps(
+  target: Target, variants: Variants, *, batch: int, num_prompt: int, progress: Callable
 ) -> dict[Hashable, float]:
-  """Milliseconds a target pass of each form's decode loop, everything in it included, behind caches of one size.
+  """Time each variant's decode loop in milliseconds a step, with caches of one size.
 
-  The least of several rounds, in each of which all forms run in turn: the speed of a shared machine drifts, and forms
-  that were timed one after the other would differ by that.
+  Returns the least of several rounds, in each of which all variants run in turn: the speed of a shared machine drifts,
+  and that drift must not distinguish variants.
   """
-  network = next(spec.target for _, spec in forms.values())
-  require_memory(network, batch, room(forms, num_prompt=num_prompt, max_new_tokens=NUM_CYCLES))
+  network = next(spec.target for _, spec in variants.values())
+  require_memory(network, batch, num_slots_for(variants, num_prompt=num_prompt, max_new_tokens=NUM_STEPS))
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
   length_B = np.full(batch, num_prompt, np.int32)
-  mesh, fills, best = mesh_of(target.params), Program(run_prefill), dict.fromkeys(forms, float('inf'))
+  mesh, best = mesh_of(target.params), dict.fromkeys(variants, float('inf'))
   with using(mesh):
-    first = prefilled(forms, tokens_BL, length_B, fills=fills, max_new_tokens=NUM_CYCLES, eos_ids=())
-    jax.block_until_ready([*first.values()])  # a GPU's compiler times kernels
-    runs = compiled(forms, first, mesh=mesh, progress=progress)
+    options: Any = {'prefill': Program(run_prefill), 'max_new_tokens': NUM_STEPS, 'eos_ids': ()}
+    first = prefill_variants(variants, tokens_BL, length_B, **options)
+    jax.block_until_ready([*first.values()])  # a GPU's compiler times kernels, so nothing else may run
+    runs = compile_loops(variants, first, mesh=mesh, progress=progress)
     for _ in progress(range(NUM_ROUNDS), desc='rounds'):
       for name, run in runs.items():
-        params, _ = forms[name]
+        params, _ = variants[name]
         for _ in range(NUM_RUNS):
-          state = copied(first[name])
+          state = copy_state(first[name])
           start = time.perf_counter()
           state = jax.block_until_ready(run(params, state))
           best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
   jitted: Any = run_prefill, decode_loop
   for one in jitted:
-    one.clear_cache()  # JAX would keep so many
+    one.clear_cache()  # JAX would keep all these programs
   return best
 
 
-def part_costs(
+def measure_times(
   target: Target,
   drafter: Drafter,
   *,
   batch: int = 1,
   contexts: Sequence[int] = CONTEXTS,
   progress: Callable = lambda x, **_: x,
-) -> Parts:
-  """Times the parts of a cycle.
+) -> Timings:
+  """Time the parts of a step.
 
   Args:
     target, drafter: the pair.
-    batch: rows decoded together.
+    batch: sequences decoded together.
     contexts: tokens before the passes that are timed, ascending.
-    progress: wraps what takes long, as tqdm does.
+    progress: wraps long-running iterables, as tqdm does.
   """
   mesh = mesh_of(target.params)
   measured, read_rates = [], [bytes_per_s()]
   for context in contexts:
-    measured.append(times(target, drafter, batch=batch, num_prompt=context, progress=progress))
-    read_rates.append(bytes_per_s())  # at several moments too: the parts' times are those of their best
-  return Parts(
+    measured.append(time_parts(target, drafter, batch=batch, num_prompt=context, progress=progress))
+    read_rates.append(bytes_per_s())  # at several moments, since the times of the parts are also the best of several
+  return Timings(
     target=target.config.name,
     drafter=drafter.config.name,
     dtype=target.weights_name,
@@ -199,33 +206,33 @@ def part_costs(
   )
 
 
-def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, progress: Callable) -> Times:
-  """The parts of a cycle behind one context.
+def time_parts(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, progress: Callable) -> StepTimes:
+  """Time the parts of a step for one context.
 
-  A level costs what it adds to a cycle, in the mean of those between `DEPTHS`; the root's share is what a chain of one
-  adds to verification.
+  The time of a level is the mean difference of steps of trees with `DEPTHS` levels; the root's share is the difference
+  between a step of `Chain(1)` and verification of 2 nodes.
   """
   shortest = Chain(1, lookup=True)
   shallow, deep = DEPTHS
   params, spec = build(target, drafter, policy=shortest)
 
-  def form(policy: TreePolicy, **changes: Any) -> tuple[Params, Spec]:
+  def variant(policy: TreePolicy, **changes: Any) -> tuple[Params, Spec]:
     return params, dataclasses.replace(spec, policy=policy, **changes)
 
   num_ids = drafter.config.num_ids
   widths = [width for width in WIDTHS if width <= num_ids]
   whole = [policy for policy in WHOLE if max(policy.fanouts) <= num_ids]
-  forms: dict[Hashable, tuple[Params, Spec]] = {('verify', 1): build(target, drafter, policy='plain')}
-  forms |= {
-    ('verify', size): form(DynamicTree(10, 10, min(6, size - 1), size), drafter=Blank()) for size in NUM_NODES[1:]
-  }
-  forms |= {(width, depth): form(DynamicTree(width, width, depth, 3, True)) for width in widths for depth in DEPTHS}
-  forms |= {policy.describe(): form(policy) for policy in (shortest, *whole)}
-  ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  num_slots = room(forms, num_prompt=num_prompt, max_new_tokens=NUM_CYCLES)
+  variants: dict[Hashable, tuple[Params, Spec]] = {('verify', 1): build(target, drafter, policy='plain')}
+  for size in NUM_NODES[1:]:
+    variants['verify', size] = variant(DynamicTree(10, 10, min(6, size - 1), size), drafter=EmptyTrees())
+  for width, depth in itertools.product(widths, DEPTHS):
+    variants[width, depth] = variant(DynamicTree(width, width, depth, 3, True))
+  variants |= {policy.describe(): variant(policy) for policy in (shortest, *whole)}
+  ms = time_steps(target, variants, batch=batch, num_prompt=num_prompt, progress=progress)
+  num_slots = num_slots_for(variants, num_prompt=num_prompt, max_new_tokens=NUM_STEPS)
   state = first_state(params, spec, batch=batch, num_slots=num_slots)
   target_bytes, drafter_bytes = bytes_read(params, state.cache, state.drafter, has_tied_head=target.config.tied_head)
-  return Times(
+  return StepTimes(
     num_slots=num_slots,
     verify_ms={size: ms['verify', size] for size in NUM_NODES},
     root_ms=max(ms[shortest.describe()] - ms['verify', 2], 0.0),
@@ -237,22 +244,22 @@ def times(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, prog
 
 
 def first_state(params: Params, spec: Spec, *, batch: int, num_slots: int) -> DecodeState:
-  """The shapes of a state whose caches have so many slots."""
+  """Return the shapes of a state whose caches have `num_slots` slots."""
   prompts = pad_prompts([[0]] * batch, 1)
-  how: Any = {'max_new_tokens': 1, 'sampling': Sampling.of(), 'row_ids': None, 'eos_ids': ()}
-  arguments, static = prepare(params, *prompts, spec=spec, **how)
+  options: Any = {'max_new_tokens': 1, 'sampling': Sampling.of(), 'row_ids': None, 'eos_ids': ()}
+  arguments, static = prepare(params, *prompts, spec=spec, **options)
   return jax.eval_shape(functools.partial(run_prefill, **static | {'num_slots': num_slots}), *arguments)
 
 
 def num_bytes(tree: Any) -> int:
-  """Of all arrays, or shapes, in a pytree."""
+  """Sum the bytes of all arrays, or shapes, in a pytree."""
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head: bool) -> tuple[Bytes, Bytes]:
-  """What a target pass and a drafter pass must read: their weights, and their caches, once.
+  """Count the bytes that a target pass and a drafter pass must read: their weights and caches, once.
 
-  Of an embedding that is no head, they read a few rows only: not counted.
+  An embedding that is not also the head does not count, since a pass reads only the vectors of its tokens.
   """
   weights = {name: x for name, x in params.target.items() if name != 'embed' or has_tied_head}
   own = {name: x for name, x in params.drafter.items() if name not in ('embed', 'ids', 'whole_head', 'lookup_weights')}
@@ -262,28 +269,29 @@ def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head:
 def plain_answers(
   target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
 ) -> list[Example]:
-  """Plain decoding's, ready to be traced."""
+  """Answer the prompts by plain decoding, and make examples for `trace` of the answers."""
 
-  def say(number: int, prompt: Sequence[int]) -> Said:
+  def answer(number: int, prompt: Sequence[int]) -> AnswerTokens:
     out = generate(target, None, [prompt], max_new_tokens=max_new_tokens, temperature=temperature, row_ids=[number])
-    return Said(number, prompt, out.tokens[0], temperature)
+    return AnswerTokens(number, prompt, out.tokens[0], temperature)
 
-  return examples(target, [say(number, prompt) for number, prompt in enumerate(prompts)])
+  return make_examples(target, [answer(number, prompt) for number, prompt in enumerate(prompts)])
 
 
 def calibration(
   target: Target, drafter: Drafter, temperature: float, answers: Sequence[Example], *, policy: TreePolicy
 ) -> Calibration:
-  """Measured along answers of one temperature, in trees that are large enough to show what smaller ones would hold."""
+  """Calibrate along answers of one temperature, with trees that contain all smaller candidates."""
   nodes = observe(target, drafter, answers, policy=policy)
   traced = trace(target, drafter, answers, policy=policy)
   return path_values(nodes, traced, temperature=temperature)
 
 
 def path_values(nodes: Nodes, traced: Traced, *, temperature: float) -> Calibration:
-  """Values of paths as measured: means of nodes of equal summed confidence, made to rise with the log-probability.
+  """Fit acceptance to the paths' log-probability, as means over groups of nodes, made to increase monotonically.
 
-  Nodes of equal number would say little: of the trees' nodes most are all but never accepted.
+  Groups have equal summed confidence. Groups of equal size would resolve little, since most nodes of a tree are almost
+  never accepted.
   """
   order = np.argsort(nodes.log_q)
   confidence = np.cumsum(np.exp(nodes.log_q[order].astype(np.float64)))
@@ -305,21 +313,21 @@ def tune(
   max_new_tokens: int = 64,
   progress: Callable = lambda x, **_: x,
 ) -> Costs:
-  """Chooses a draft vocabulary and its bits, times the parts of a cycle, and finds which policy is fastest.
+  """Choose a draft vocabulary and its bits, time the parts of a step, and find the fastest policy.
 
-  All of `CANDIDATES` are traced, and their rates modelled, behind the first context; the most promising decode the
-  prompts, and adaptive trees like them.
+  The rates of all `CANDIDATES` are modelled from traces, for the first context. The prompts are then decoded with the
+  best of them and with similar adaptive trees.
 
   Args:
     target, drafter: the pair.
-    prompts: token ids; what the gain is measured on, so of the kind that will come.
-    batch: rows decoded together.
+    prompts: token ids of prompts to measure rates on; choose them like those in later use.
+    batch: sequences decoded together.
     contexts: tokens before the passes that are timed, ascending.
-    max_new_tokens: an answer.
-    progress: wraps what takes long, as tqdm does.
+    max_new_tokens: maximum number of new tokens of an answer.
+    progress: wraps long-running iterables, as tqdm does.
 
   Raises:
-    ValueError: the drafter cannot be traced: it is an EAGLE-3 head.
+    ValueError: the drafter cannot be traced, since it is an EAGLE-3 head.
   """
   require_traceable(target, drafter)
   answers = {
@@ -327,15 +335,15 @@ def tune(
     for temperature in TEMPERATURES
   }
   greedy = answers[TEMPERATURES[0]]
-  tried = vocabularies(target, drafter, greedy, batch=batch, num_prompt=contexts[0], progress=progress)
+  tried = try_vocabularies(target, drafter, greedy, batch=batch, num_prompt=contexts[0], progress=progress)
   best = largest_of_the_fastest(tried)
   drafter = drafter.reduced(best.num_ids, is_quantised=best.is_quantised)
-  parts = part_costs(target, drafter, batch=batch, contexts=contexts, progress=progress)
+  timings = measure_times(target, drafter, batch=batch, contexts=contexts, progress=progress)
   candidates = [policy for policy in CANDIDATES if max(policy.fanouts) <= best.num_ids]
-  modelled = modelled_rates(target, drafter, greedy, candidates, parts=parts, progress=progress)
+  modelled = model_rates(target, drafter, greedy, candidates, timings=timings, progress=progress)
   widest = max(candidates, key=lambda policy: policy.num_nodes)
   costs = Costs(
-    **vars(parts),
+    **vars(timings),
     policies=modelled,
     modelled=modelled,
     calibrations=tuple(calibration(target, drafter, *one, policy=widest) for one in answers.items()),
@@ -344,58 +352,63 @@ def tune(
     vocabularies=tried,
   )
   drafting = [rate.policy for rate in modelled if rate.kind != 'plain']
-  chosen = [Plain(), *drafting[:NUM_TIMED], *adaptive_forms(costs)]
-  how: Any = {'batch': batch, 'max_new_tokens': max_new_tokens, 'costs': costs, 'progress': progress}
-  return dataclasses.replace(costs, policies=decoded(target, drafter, prompts, chosen, **how))
+  chosen = [Plain(), *drafting[:NUM_TIMED], *adaptive_candidates(costs)]
+  options: Any = {'batch': batch, 'max_new_tokens': max_new_tokens, 'costs': costs, 'progress': progress}
+  return dataclasses.replace(costs, policies=measure_rates(target, drafter, prompts, chosen, **options))
 
 
-def modelled_rates(
+def model_rates(
   target: Target,
   drafter: Drafter,
   answers: Sequence[Example],
   policies: Sequence[TreePolicy],
   *,
-  parts: Parts,
+  timings: Timings,
   progress: Callable,
 ) -> tuple[Rate, ...]:
-  """Of the policies and plain decoding behind the first context: traced tau over modelled time; best first."""
+  """Model the rates of policies and of plain decoding, as traced tau over modelled step; best first."""
   taus: dict[TreePolicy, float] = {Plain(): 1.0}
   for policy in progress(policies, desc='traces'):
     taus[policy] = trace(target, drafter, answers, policy=policy).tau
+  times = timings.times[0]
   rates = [
-    Rate.of(policy, tok_per_s=1000 * parts.batch * taus[policy] / parts.times[0].cycle_ms(policy), tau=taus[policy])
+    Rate.of(policy, tok_per_s=1000 * timings.batch * taus[policy] / times.step_ms(policy), tau=taus[policy])
     for policy in taus
   ]
   return tuple(sorted(rates, key=lambda rate: -rate.tok_per_s))
 
 
-def vocabularies(
+def try_vocabularies(
   target: Target, drafter: Drafter, answers: Sequence[Example], *, batch: int, num_prompt: int, progress: Callable
 ) -> tuple[Vocabulary, ...]:
-  """What the drafter comes to with all its ids, with the first half of them, the first quarter, ...; as it is, and
-  quantised."""
+  """Measure the drafter with all its ids, with the first half, the first quarter, ...; unchanged and quantised."""
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
-  spoken = np.concatenate([answer.token[answer.is_answer] for answer in answers])
+  tokens = np.concatenate([answer.token[answer.is_answer] for answer in answers])
   sizes = [len(ids) >> n for n in range(NUM_HALVINGS + 1) if len(ids) >> n]
   kinds = [*itertools.product(sizes, sorted({drafter.is_quantised, True}))]
-  lesser = {kind: drafter.reduced(kind[0], is_quantised=kind[1]) for kind in kinds}
+  reduced = {kind: drafter.reduced(kind[0], is_quantised=kind[1]) for kind in kinds}
   policy = Chain(3, lookup=True)
-  forms: Any = {kind: build(target, lesser[kind], policy=policy) for kind in kinds}
-  ms = cycles_ms(target, forms, batch=batch, num_prompt=num_prompt, progress=progress)
-  taus = {kind: trace(target, lesser[kind], answers, policy=policy).tau for kind in kinds}
-  return tuple(Vocabulary(*kind, float(np.isin(spoken, ids[: kind[0]]).mean()), taus[kind], ms[kind]) for kind in kinds)
+  variants: Any = {kind: build(target, reduced[kind], policy=policy) for kind in kinds}
+  ms = time_steps(target, variants, batch=batch, num_prompt=num_prompt, progress=progress)
+  taus = {kind: trace(target, reduced[kind], answers, policy=policy).tau for kind in kinds}
+  return tuple(Vocabulary(*kind, float(np.isin(tokens, ids[: kind[0]]).mean()), taus[kind], ms[kind]) for kind in kinds)
 
 
 def largest_of_the_fastest(tried: Sequence[Vocabulary]) -> Vocabulary:
-  """The most ids that cost no more than `SLACK` of the best rate: other texts than those it was measured on need some
-  that these do not. Of equal sizes the faster."""
+  """Choose the largest vocabulary whose rate is within `SLACK` of the best; of equal sizes, the faster.
+
+  The largest, since other texts need ids that the measured ones do not.
+  """
   rate = {one: one.tau / one.cycle_ms for one in tried}
   fastest = [one for one in tried if rate[one] >= (1 - SLACK) * max(rate.values())]
   return max(fastest, key=lambda one: (one.num_ids, rate[one]))
 
 
-def adaptive_forms(costs: Costs) -> list[Adaptive]:
-  """Adaptive trees around the best fixed one, a chain and a bushy one, and `DEEP`; a size more is a pass to compile."""
+def adaptive_candidates(costs: Costs) -> list[Adaptive]:
+  """Make adaptive trees around the best fixed policy: a chain, a bushy one, and `DEEP`.
+
+  They have few sizes, since each is one more pass to compile.
+  """
   best = costs.modelled[0].policy
   max_depth = max(best.max_depth, 4)
   shapes = (1, max_depth, max_depth + 1), (3, max_depth, max(8, best.num_nodes)), DEEP
@@ -407,17 +420,17 @@ def adaptive_forms(costs: Costs) -> list[Adaptive]:
 
 
 def _halves(num_nodes: int) -> list[int]:
-  """A half; of many nodes a quarter too, ascending."""
+  """Return half the nodes, and for many nodes also a quarter, ascending."""
   return [num_nodes // 4, num_nodes // 2] if num_nodes >= 16 else [num_nodes // 2]
 
 
-def _width(prompts: Sequence[Sequence[int]]) -> int:
-  """Tokens that these are padded to: the first of 64, 256, 1024, ... that holds the longest."""
+def _padded_length(prompts: Sequence[Sequence[int]]) -> int:
+  """Return the first of 64, 256, 1024, ... tokens that holds the longest prompt."""
   longest = max(map(len, prompts))
-  return next(width for width in (4**n for n in itertools.count(3)) if width >= longest)
+  return next(length for length in (4**n for n in itertools.count(3)) if length >= longest)
 
 
-def decoded(
+def measure_rates(
   target: Target,
   drafter: Drafter,
   prompts: Sequence[Sequence[int]],
@@ -428,30 +441,32 @@ def decoded(
   costs: Costs,
   progress: Callable,
 ) -> tuple[Rate, ...]:
-  """Real decoding of the prompts, `batch` together, the policies in turn, compiled before it is timed; best first.
+  """Decode the prompts, `batch` at a time, with each policy in turn, and time it without compiling; best first.
 
-  Prompts are padded to one of few widths, so that each policy is compiled as few times (and once more for a last batch
-  with fewer rows). A pass reads every slot: behind most prompts it costs a little more than with `generate`, with every
-  policy, and the more the more nodes it has. Prefill is not timed.
+  Prompts are padded to one of few lengths, so that each policy is compiled only a few times (and once more for a
+  smaller last batch). A pass reads every slot, so for most prompts every policy takes a little longer than with
+  `generate`, and more so the more nodes it has. Prefill is not timed.
   """
-  groups = sorted((prompts[start : start + batch] for start in range(0, len(prompts), batch)), key=_width)
+  groups = sorted((prompts[start : start + batch] for start in range(0, len(prompts), batch)), key=_padded_length)
   stats: dict[TreePolicy, list[dict[str, Any]]] = {policy: [] for policy in policies}
-  fills, runs = Program(run_prefill), Program(decode_loop)
+  prefill, loop = Program(run_prefill), Program(decode_loop)
   with using(mesh_of(target.params)):
     for group in progress(groups, desc='decoding'):
-      forms: Any = {policy: build(target, drafter, policy=policy, batch=len(group), costs=costs) for policy in policies}
-      padded = pad_prompts(group, _width(group))
-      first = prefilled(forms, *padded, fills=fills, max_new_tokens=max_new_tokens, eos_ids=None)
-      for policy, (params, spec) in forms.items():
-        run, compile_s = runs.compile(params, first[policy], spec=spec)
-        if compile_s:  # times are of a warm program
-          jax.block_until_ready(run(params, copied(first[policy])))
-        state = copied(first[policy])
+      variants: Any = {
+        policy: build(target, drafter, policy=policy, batch=len(group), costs=costs) for policy in policies
+      }
+      padded = pad_prompts(group, _padded_length(group))
+      first = prefill_variants(variants, *padded, prefill=prefill, max_new_tokens=max_new_tokens, eos_ids=None)
+      for policy, (params, spec) in variants.items():
+        run, compile_s = loop.compile(params, first[policy], spec=spec)
+        if compile_s:  # time only a warm program
+          jax.block_until_ready(run(params, copy_state(first[policy])))
+        state = copy_state(first[policy])
         start = time.perf_counter()
         work = fetched(Work.of(run(params, state)))
         stats[policy].append(work.stats({'decode_s': time.perf_counter() - start}))
-  for programs in (fills, runs):
-    programs.forget()
+  for program in (prefill, loop):
+    program.forget()
 
   def rate(policy: TreePolicy) -> Rate:
     num_new, seconds, num_passes = (

@@ -1,4 +1,4 @@
-"""`policy='auto'`: from what was measured on this device, plain decoding among the choices, or a guess."""
+"""Resolve `policy='auto'` from measured costs, with plain decoding among the choices, or from a guess."""
 
 import logging
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ from eagle_jax.models.transformer import Target
 from eagle_jax.policy.cost_store import find
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, TreePolicy
-from eagle_jax.sharding import mesh_of, num_row_parts
+from eagle_jax.sharding import mesh_of, num_batch_shards
 
 log = logging.getLogger('eagle_jax')
 
 
 class Resolved(NamedTuple):
-  """What a request for a policy comes to."""
+  """A resolved policy, with the drafter and the costs that go with it."""
 
   policy: TreePolicy
-  drafter: Drafter | None  # as costs were measured: with their draft vocabulary, and quantised or not
-  costs: Costs | None  # of this batch size
+  drafter: Drafter | None  # with the draft vocabulary and the bits that the costs were measured with
+  costs: Costs | None  # for this batch size
 
 
 def resolve_policy(
@@ -37,16 +37,16 @@ def resolve_policy(
 
   Args:
     target, drafter, policy, batch, costs: as in `decode.build`.
-    is_refilled: for 'auto', whether the places of finished sequences are refilled at once.
+    is_refilled: for 'auto', whether finished sequences are replaced at once.
 
   Raises:
-    ValueError: unknown policy, a tree without a drafter, or a policy that needs costs where there are none.
+    ValueError: unknown policy, a tree without a drafter, or a policy that needs costs where none are stored.
   """
   require_pair(target, drafter)
   batch = at_least_one('batch', batch)
   if not (isinstance(policy, TreePolicy) or (isinstance(policy, str) and policy in ('auto', 'plain'))):
     raise ValueError(
-      f"policy must be 'auto', 'plain', or an object such as DynamicTree(), Chain(), StaticTree(); got {policy!r}."
+      f"`policy` must be 'auto', 'plain', or an object such as DynamicTree(), Chain(), StaticTree(), got {policy!r}."
     )
   needs_costs = policy == 'auto' or (isinstance(policy, TreePolicy) and policy.needs_costs)
   if drafter is not None and costs is None and needs_costs:
@@ -65,19 +65,18 @@ def resolve_policy(
 
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
-  """Find what `launch/cost.py` measured for this device and pair, or what is shipped for such a device."""
+  """Find the costs that `launch/cost.py` measured for this device and pair, or those shipped for such a device."""
   names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': target.weights_name}
   return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
 
 
 def guessed_policy(batch: int, *, num_free: int, lookup: bool = True) -> TreePolicy:
-  """Guess what pays where nothing was measured: as much of the paper's tree as target passes hold at no more cost.
+  """Guess a policy where nothing was measured: the largest part of the paper's tree that costs about a plain step.
 
   Args:
     batch: sequences on one device.
-    num_free: nodes of all of them together that a pass verifies in about the time of one; see
-      `device.num_free_nodes`.
-    lookup: whether the drafter can take what the text said before as evidence.
+    num_free: nodes, over all sequences, that a pass verifies in about the time of one; see `device.num_free_nodes`.
+    lookup: whether the drafter can use earlier matches of the text; see `draft.lookup`.
   """
   num_nodes = min(num_free // batch, DynamicTree().num_nodes)
   if num_nodes < 2:
@@ -93,10 +92,10 @@ def _choose(policy: Any, target: Target, drafter: Drafter | None, costs: Costs |
       return Plain()
     if costs is not None:
       return costs.policies[0].policy
-    num_parts = num_row_parts(batch, mesh_of(target.params))
-    guess = guessed_policy(batch // num_parts, num_free=num_free_nodes(), lookup=kind_of(drafter.config).has_logits)
-    log.info('auto: %s, a guess: launch/cost.py measures what pays on this device', guess.describe())
+    num_shards = num_batch_shards(batch, mesh_of(target.params))
+    guess = guessed_policy(batch // num_shards, num_free=num_free_nodes(), lookup=kind_of(drafter.config).has_logits)
+    log.info('auto: %s, a guess; run launch/cost.py to measure the fastest policy on this device', guess.describe())
     return guess
   if drafter is None and not isinstance(policy, Plain):
-    raise ValueError(f"{policy.describe()} needs a drafter, and none was given. Load one, or pass policy='plain'.")
+    raise ValueError(f"{policy.describe()} needs a drafter, got None: load one, or pass policy='plain'.")
   return policy

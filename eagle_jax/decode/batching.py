@@ -1,8 +1,8 @@
-"""Continuous batching: any number of requests through a few rows, where a finished row makes room for the next request.
+"""Continuous batching: decode any number of requests in the rows of one batch, refilling finished rows with new ones.
 
-Rows of a batch end at different steps, the more so where each accepts as much as its own drafts are worth; a batch that
-waits for its last row leaves the others idle. Here the program decodes until a few rows are done, and those are
-refilled together. (Orca, Yu et al., OSDI 2022, schedules so after every step; each time costs a prefill.)
+Sequences of a batch end at different steps, all the more as their acceptance rates differ; a batch that waits for its
+last sequence leaves the other rows idle. Here the program decodes until a few rows are done, and those are refilled
+together, since each refill costs a prefill. (Orca, Yu et al., OSDI 2022, schedules after every step.)
 """
 
 import collections
@@ -26,23 +26,23 @@ from eagle_jax.kernels.tiling import round_up_slots
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, using
 
-_NEAR = 32  # refills' worth of waiting requests, among which those of like length are chosen
+_LOOKAHEAD = 32  # how many refills' worth of waiting requests are searched for prompts of similar length
 
 
 class Request(NamedTuple):
-  """A prompt to be answered."""
+  """A prompt to be decoded."""
 
   id: int  # keys the noise
   token: list[int]
-  temperature: float = 0.0  # read where the rows' sampling has a temperature a row
+  temperature: float = 0.0  # used if the batch's sampling has one temperature a sequence
 
 
-Waiting = collections.deque[tuple[int, Request]]  # by their numbers
+Waiting = collections.deque[tuple[int, Request]]  # with their numbers
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def empty(*arguments, **static) -> DecodeState:
-  """Make a state as `run_prefill` makes it of these arguments, with all rows done and free."""
+  """Make a state with the shapes that `run_prefill` returns for these arguments, with all rows done and free."""
   shapes = jax.eval_shape(functools.partial(run_prefill, **static), *arguments)
   state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
   *_, sampling, limits = arguments
@@ -50,21 +50,24 @@ def empty(*arguments, **static) -> DecodeState:
 
 
 @functools.partial(jax.jit, donate_argnames='state')
-def insert(state: DecodeState, fresh: DecodeState, row_R: jax.Array) -> DecodeState:
-  """Put freshly prefilled rows, which have slots for their prompts alone, in the place of rows `row_R`.
+def insert(state: DecodeState, fresh: DecodeState, row_n: jax.Array) -> DecodeState:
+  """Write freshly prefilled sequences, which have slots for their prompts alone, to rows `row_n` of the batch.
 
-  A row beyond the last one is dropped.
+  Args:
+    state: of the batch; donated.
+    fresh: n sequences.
+    row_n: [n] i32; an index past the last row drops its sequence.
   """
 
   def put(old, new):
-    return jax.tree.map(lambda x, y: x.at[(row_R, *map(slice, y.shape[1:]))].set(y, mode='drop'), old, new)
+    return jax.tree.map(lambda x, y: x.at[(row_n, *map(slice, y.shape[1:]))].set(y, mode='drop'), old, new)
 
   sampling = state.sampling
   if sampling.temperature.ndim:
     sampling = sampling._replace(temperature=put(sampling.temperature, fresh.sampling.temperature))
   by_sequence = [name for name in DecodeState._fields if name not in SHARED]
-  rows: dict[str, Any] = {name: put(getattr(state, name), getattr(fresh, name)) for name in by_sequence}
-  return state._replace(sampling=sampling, **rows).constrained()
+  fields: dict[str, Any] = {name: put(getattr(state, name), getattr(fresh, name)) for name in by_sequence}
+  return state._replace(sampling=sampling, **fields).constrained()
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
@@ -76,21 +79,21 @@ def advance(params: Params, state: DecodeState, num_done: jax.Array, *, spec: Sp
 
 
 def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
-  """Put what was numbered 0, 1, ... in order; yield each as soon as those before it are there."""
+  """Sort items numbered 0, 1, ...; yield each as soon as all before it have arrived."""
   early: dict[int, Any] = {}
-  number = 0
-  for at, one in numbered:
-    early[at] = one
-    while number in early:
-      yield early.pop(number)
-      number += 1
+  next_number = 0
+  for number, item in numbered:
+    early[number] = item
+    while next_number in early:
+      yield early.pop(next_number)
+      next_number += 1
 
 
 _EMPTY, _PREFILL, _INSERT, _ADVANCE = map(Program, (empty, run_prefill, insert, advance))
 
 
 class Batcher:
-  """Runs requests through the rows of one batch, in programs that are compiled once for each size of prompts."""
+  """A runner of requests in the rows of one batch, with programs compiled once for each bucket of prompt lengths."""
 
   def __init__(
     self,
@@ -106,49 +109,50 @@ class Batcher:
     sampling: Sampling,
     eos_ids: Sequence[int],
   ):
-    """
+    """Prepare the batch; programs are compiled when they first run.
+
     Args:
       params, spec, mesh: of the decode program.
-      batch_size: rows decoded together.
+      batch_size: sequences decoded together.
       num_refill: finished rows that are refilled together, 1 to `batch_size`.
       max_prompt: tokens of the longest prompt.
-      max_new_tokens: of each answer, at most.
-      num_new: places for them, static.
-      sampling: shared by all rows; a temperature [batch_size] is replaced by each request's own.
-      eos_ids: any of these ends a row.
+      max_new_tokens: maximum number of new tokens for each prompt.
+      num_new: size of the output for them, static.
+      sampling: shared by all sequences; a temperature [batch_size] is replaced by each request's own.
+      eos_ids: any of these tokens ends a sequence.
     """
     self._params, self._spec, self._mesh = params, spec, mesh
     self._batch_size, self._num_refill = batch_size, num_refill
     # In NumPy: every state holds them, and states are donated.
     self._limits, self._sampling = jax.device_get((Limits.of(max_new_tokens, eos_ids), sampling))
-    # A finished row, which has all tokens but the root in its cache, is still written to: the path of a step.
+    # A finished row has all tokens but the root in its cache, and each step still writes a path to it.
     self._num_slots = round_up_slots(bucket(max_prompt) + num_new + spec.max_path - 1)
     require_memory(spec.target, batch_size, self._num_slots)
     self._static = of_spec(spec) | {'num_new': num_new}
     self.prefill_s = self.decode_s = self.compile_s = 0.0
 
   def run(self, requests: Iterable[Request], take: Program) -> Iterator[tuple[int, Any]]:
-    """Yield, as requests are finished, the number of each and what was taken of its row, which depends on it alone.
+    """Decode the requests; yield the number of each as it finishes, with its outputs, which depend on it alone.
 
     Args:
       requests: prompts of 1 to `max_prompt` tokens.
-      take: (state, [n] i32, rows) -> a pytree of arrays [n, ...], fetched to the host.
+      take: (state, row_n [n] i32) -> the outputs of these rows, a pytree of arrays [n, ...], fetched to the host.
     """
     waiting = collections.deque(enumerate(requests))
-    asked: dict[int, int] = {}  # number of the request, by row
+    running: dict[int, int] = {}  # number of the request, by row
     with using(self._mesh):
-      state = self._empty()
-    while waiting or asked:
+      state = self._make_empty()
+    while waiting or running:
       with using(self._mesh):
-        state = self._refill(state, waiting, asked)
-        free = self._batch_size - len(asked)
-        num_done = min(self._num_refill, len(waiting)) if waiting else free + min(self._num_refill, len(asked))
-        state = self._timed(_ADVANCE, 'decode_s', self._params, state, np.int32(num_done), spec=self._spec)
-        finished = self._harvest(state, asked, take)
+        state = self._refill(state, waiting, running)
+        num_free = self._batch_size - len(running)
+        num_done = min(self._num_refill, len(waiting)) if waiting else num_free + min(self._num_refill, len(running))
+        state = self._run_timed(_ADVANCE, 'decode_s', self._params, state, np.int32(num_done), spec=self._spec)
+        finished = self._take_finished(state, running, take)
       yield from finished
 
-  def _timed(self, program: Program, kind: str, *args: Any, **static: Any) -> Any:
-    """Run a program, and add the seconds that it and its compiling took."""
+  def _run_timed(self, program: Program, kind: str, *args: Any, **static: Any) -> Any:
+    """Run a program, and add its seconds to the attribute `kind` and those of compiling to `compile_s`."""
     run, seconds = program.compile(*args, **static)
     self.compile_s += seconds
     start = time.perf_counter()
@@ -156,58 +160,58 @@ class Batcher:
     setattr(self, kind, getattr(self, kind) + time.perf_counter() - start)
     return out
 
-  def _refill(self, state: DecodeState, waiting: Waiting, asked: dict[int, int]) -> DecodeState:
+  def _refill(self, state: DecodeState, waiting: Waiting, running: dict[int, int]) -> DecodeState:
     """Move requests from `waiting` to free rows, `num_refill` at a time, for as long as there are both."""
-    while waiting and self._batch_size - len(asked) >= min(self._num_refill, len(waiting)):
-      free = [row for row in range(self._batch_size) if row not in asked]
-      chosen = self._next(waiting)
+    while waiting and self._batch_size - len(running) >= min(self._num_refill, len(waiting)):
+      free = [row for row in range(self._batch_size) if row not in running]
+      chosen = self._pop_next(waiting)
       rows = free[: len(chosen)]
-      asked |= {row: number for row, (number, _) in zip(rows, chosen, strict=True)}
-      fresh = self._prefilled([request for _, request in chosen])
-      row_R = np.asarray(self._padded(rows, self._batch_size), np.int32)
-      state = self._timed(_INSERT, 'prefill_s', state, fresh, row_R)
+      running |= {row: number for row, (number, _) in zip(rows, chosen, strict=True)}
+      fresh = self._prefill([request for _, request in chosen])
+      row_n = np.asarray(self._pad(rows, self._batch_size), np.int32)
+      state = self._run_timed(_INSERT, 'prefill_s', state, fresh, row_n)
     return state
 
-  def _next(self, waiting: Waiting) -> list[tuple[int, Request]]:
-    """Take the first request, and with it others of about its length that wait near it: less padding."""
+  def _pop_next(self, waiting: Waiting) -> list[tuple[int, Request]]:
+    """Take the first waiting request, and others near it in the queue of about its length, to save padding."""
 
-    def size(one: tuple[int, Request]) -> int:
-      return bucket(len(one[1].token))
+    def size(item: tuple[int, Request]) -> int:
+      return bucket(len(item[1].token))
 
-    near = itertools.islice(waiting, _NEAR * self._num_refill)
-    fitting = [one for one in near if size(one) <= size(waiting[0])]
+    near = itertools.islice(waiting, _LOOKAHEAD * self._num_refill)
+    fitting = [item for item in near if size(item) <= size(waiting[0])]
     chosen = sorted(fitting, key=size, reverse=True)[: self._num_refill]
-    for one in chosen:
-      waiting.remove(one)
+    for item in chosen:
+      waiting.remove(item)
     return chosen
 
-  def _prefilled(self, chosen: Sequence[Request]) -> DecodeState:
-    prompts = self._padded([request.token for request in chosen], [0])
-    tokens_RL, length_R = pad_prompts(prompts, max(len(request.token) for request in chosen))
-    temperature_R = np.asarray(self._padded([request.temperature for request in chosen], 0.0), np.float32)
-    id_R = np.asarray(self._padded([request.id for request in chosen], 0), np.int32)
-    arguments = self._arguments(tokens_RL, length_R, id_R, temperature_R)
-    return self._timed(_PREFILL, 'prefill_s', *arguments, num_slots=tokens_RL.shape[1], **self._static)
+  def _prefill(self, chosen: Sequence[Request]) -> DecodeState:
+    prompts = self._pad([request.token for request in chosen], [0])
+    tokens_nL, length_n = pad_prompts(prompts, max(len(request.token) for request in chosen))
+    temperature_n = np.asarray(self._pad([request.temperature for request in chosen], 0.0), np.float32)
+    id_n = np.asarray(self._pad([request.id for request in chosen], 0), np.int32)
+    arguments = self._arguments(tokens_nL, length_n, id_n, temperature_n)
+    return self._run_timed(_PREFILL, 'prefill_s', *arguments, num_slots=tokens_nL.shape[1], **self._static)
 
-  def _arguments(self, tokens_RL, length_R, id_R, temperature_R) -> tuple:
+  def _arguments(self, tokens_nL, length_n, id_n, temperature_n) -> tuple:
     """Make the traced arguments of `run_prefill`."""
     sampling = self._sampling
     if sampling.temperature.ndim:
-      sampling = sampling._replace(temperature=temperature_R)
-    return self._params._replace(policy=()), tokens_RL, length_R, id_R, sampling, self._limits
+      sampling = sampling._replace(temperature=temperature_n)
+    return self._params._replace(policy=()), tokens_nL, length_n, id_n, sampling, self._limits
 
-  def _padded(self, values: list, filler: Any) -> list:
+  def _pad(self, values: list, filler: Any) -> list:
     return values + [filler] * (self._num_refill - len(values))
 
-  def _empty(self) -> DecodeState:
+  def _make_empty(self) -> DecodeState:
     zero_B = np.zeros(self._batch_size, np.int32)
     arguments = self._arguments(zero_B[:, None], zero_B + 1, zero_B, zero_B.astype(np.float32))
-    return self._timed(_EMPTY, 'prefill_s', *arguments, num_slots=self._num_slots, **self._static)
+    return self._run_timed(_EMPTY, 'prefill_s', *arguments, num_slots=self._num_slots, **self._static)
 
-  def _harvest(self, state: DecodeState, asked: dict[int, int], take: Program) -> list[tuple[int, Any]]:
-    """Free the rows that are done; return their requests' numbers, and what is taken of the rows."""
+  def _take_finished(self, state: DecodeState, running: dict[int, int], take: Program) -> list[tuple[int, Any]]:
+    """Free the rows that are done; return their requests' numbers and outputs."""
     is_done_B = fetched(state.is_done)
-    done = {row: asked.pop(row) for row in sorted(asked) if is_done_B[row]}
+    done = {row: running.pop(row) for row in sorted(running) if is_done_B[row]}
     size = -(-len(done) // self._num_refill) * self._num_refill  # few sizes, few programs
-    taken = fetched(self._timed(take, 'decode_s', state, np.resize([*done], size).astype(np.int32)))
-    return [(number, jax.tree.map(lambda x, n=n: x[n], taken)) for n, number in enumerate(done.values())]
+    outputs = fetched(self._run_timed(take, 'decode_s', state, np.resize([*done], size).astype(np.int32)))
+    return [(number, jax.tree.map(lambda x, n=n: x[n], outputs)) for n, number in enumerate(done.values())]

@@ -1,4 +1,4 @@
-"""Array sizes in buckets, so that a prompt of another length mostly finds its program compiled."""
+"""Round array sizes up to buckets, so that prompts of different lengths share compiled programs."""
 
 import functools
 from collections.abc import Hashable, Sequence
@@ -14,10 +14,7 @@ MIN_BUCKET = 16
 
 
 def bucket(size: int) -> int:
-  """Round up to the next of 16, 24, 32, 48, 64, 96, ...: at most a third of it is padding.
-
-  Array sizes come from this list, so that a prompt of another length mostly finds its program compiled.
-  """
+  """Round up to the next of 16, 24, 32, 48, 64, 96, ...; at most a third of the result is padding."""
   power = MIN_BUCKET
   while power < size:
     if power + power // 2 >= size:
@@ -30,11 +27,11 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.n
   """Pad prompts at the end to the bucket of `max_prompt`.
 
   Args:
-    prompts: token ids.
-    max_prompt: tokens of the longest prompt that this batch, or another of the same shape, has.
+    prompts: token ids of each prompt.
+    max_prompt: tokens of the longest prompt in this batch, and in others that shall have the same shape.
 
   Returns:
-    [B, L] i32 and the prompts' lengths, [B] i32; in NumPy, so that nothing is compiled.
+    Padded prompts [B, L] i32 and their lengths [B] i32; in NumPy, so that nothing is compiled.
 
   Raises:
     ValueError: a prompt is longer than `max_prompt`.
@@ -42,7 +39,8 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.n
   length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
   if len(prompts) and length_B.max() > max_prompt:
     raise ValueError(
-      f'A prompt has {length_B.max()} tokens, and max_prompt is {max_prompt}: raise it, or cut the prompt.'
+      f'Prompts must have at most max_prompt={max_prompt} tokens, got one of {length_B.max()}: raise max_prompt, or '
+      'shorten the prompt.'
     )
   tokens_BL = np.zeros((len(prompts), bucket(max_prompt)), np.int32)
   for tokens_L, prompt in zip(tokens_BL, prompts, strict=True):
@@ -51,17 +49,17 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.n
 
 
 def slots_for(num_prompt: int, num_new: int, max_path: int) -> int:
-  """Count the cache slots that hold a prompt, new tokens and one path."""
+  """Count the cache slots for a prompt, its new tokens and one path."""
   return bucket(num_prompt + num_new + max_path)
 
 
 def require_memory(target: TargetNetwork, batch: int, num_slots: int) -> None:
   """Raise a ValueError if the target's cache alone is larger than the memory of all devices."""
-  needed, there = batch * _cache_bytes(cast(Hashable, target), num_slots), device.memory_bytes()
-  if there is not None and needed > there:
+  needed, available = batch * _cache_bytes(cast(Hashable, target), num_slots), device.memory_bytes()
+  if available is not None and needed > available:
     raise ValueError(
-      f'A batch of {batch} with {num_slots} cache slots a sequence takes {needed} bytes for the cache alone, and there '
-      f'are {there}. Decode fewer sequences together (batch_size), or lower max_new_tokens.'
+      f'The cache of {batch} sequences with {num_slots} slots each must fit the {available} bytes of memory, got '
+      f'{needed} bytes: decode fewer sequences together (batch_size), or lower max_new_tokens.'
     )
 
 

@@ -1,4 +1,4 @@
-"""Put a target, a drafter and a policy together: the arrays and the static description of a decode program."""
+"""Combine a target, a drafter and a policy into the arrays and the static description of a decode program."""
 
 import dataclasses
 from typing import Any
@@ -34,8 +34,8 @@ def build(
     target: from `load_target`.
     drafter: from `load_drafter`, or None for plain decoding.
     policy: 'auto', 'plain', or a policy object.
-    batch: sequences that will be decoded together, for 'auto'.
-    costs: measured ones, for 'auto' and policies that need them; default those stored for this device and pair, if any.
+    batch: number of sequences that will be decoded together, for 'auto'.
+    costs: measured costs, for 'auto' and policies that need them; default those stored for this device and pair.
     chooser: the acceptance rule.
 
   Returns:
@@ -43,14 +43,14 @@ def build(
 
   Raises:
     ValueError: unknown policy, a tree without a drafter, a drafter for another target, or a policy that the drafter
-      cannot serve.
+      does not support.
   """
   resolved = resolve_policy(target, drafter, policy=policy, batch=batch, costs=costs)
   return assemble(target, resolved, chooser=chooser)
 
 
 def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[Params, Spec]:
-  """Do what `build` does with a policy that was resolved."""
+  """Make params and spec from a resolved policy; see `build`."""
   policy, drafter, costs = resolved
   require_chooser(chooser)
   network = target.network
@@ -59,13 +59,13 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
   kind, num_ids = kind_of(drafter.config), drafter.config.num_ids
   if (fanout := max(policy.fanouts)) > num_ids:
     raise ValueError(
-      f'{policy.describe()} asks each node for {fanout} children, but the draft vocabulary has {num_ids} ids. '
-      'Lower the fanout, or the ranks of the paths.'
+      f'{policy.describe()}: each node may have at most {num_ids} children, the ids in the draft vocabulary, got '
+      f'{fanout}. Lower the fanout, or the ranks of the paths.'
     )
   if policy.lookup and not kind.has_logits:
     raise ValueError(
-      f'{policy.describe()} adds what the text said before to the logits of a drafter, and a drafter of kind '
-      f'{kind.title!r} has none. Use the policy without lookup.'
+      f'{policy.describe()} raises logits of the drafter, and a drafter of kind {kind.title!r} has none: use '
+      'lookup=False.'
     )
   params = drafter.params | _borrowed(target, drafter)
   if kind.has_logits:
@@ -79,16 +79,18 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
 
 
 def require_chooser(chooser: Any) -> None:
-  """Raise a ValueError unless this is an acceptance rule; see `sampling.Chooser`."""
+  """Raise a ValueError unless `chooser` is an acceptance rule; see `sampling.Chooser`."""
   if isinstance(chooser, type) or not all(hasattr(chooser, name) for name in ('choose', 'noise', 'name')):
     raise ValueError(
-      f'chooser must be an object with choose, noise and name, such as GumbelMax(); got {chooser!r:.80}.'
+      f'`chooser` must be an object with choose, noise and name, such as GumbelMax(), got {chooser!r:.80}.'
     )
 
 
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
-  """Take embedding and head, and the head's ids: the target's by reference (of a draft vocabulary, or quantised, a
-  copy), or the drafter's own."""
+  """Collect embedding, head and the head's ids: the drafter's own, or the target's by reference.
+
+  With a draft vocabulary, or quantised, the head is a copy.
+  """
   own, borrows = drafter.params, kind_of(drafter.config).borrows
   if not borrows:
     return {}
@@ -103,6 +105,6 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
   if 'ids' in own:
     head_UD, whole = target.head_of(ids_U), {'whole_head': head_UD}
   if drafter.is_quantised:
-    is_rounded = isinstance(head_UD, Quantised)  # the target's, which may not round columns: a drafter may
+    is_rounded = isinstance(head_UD, Quantised)  # the target's; unlike the target, a drafter may round activations
     head_UD = dataclasses.replace(head_UD, keeps_columns=False) if is_rounded else round_to_int8(head_UD)
   return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}

@@ -1,4 +1,4 @@
-"""Decode as users call it: prompts in, text and statistics out. Requests are checked and padded before any tracing."""
+"""The user's entry points: prompts in, text and statistics out. Requests are checked and padded before any tracing."""
 
 import dataclasses
 import time
@@ -35,19 +35,19 @@ from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import fetched, is_shared, mesh_of, using
 from eagle_jax.text import Detokenizer
 
-REFILLED = 4  # a quarter of the sequences at a time
+REFILL_PARTS = 4  # a quarter of the batch is refilled at a time
 
 _PREFILL, _LOOP, _STEP, _TRACED = map(Program, (run_prefill, decode_loop, decode_step, traced_step))
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """What `generate` returns; the lists go by prompt."""
+  """The result of `generate`; each list has one item for each prompt."""
 
-  tokens: list[list[int]]  # new tokens only, with the EOS that ended them, if one did
+  tokens: list[list[int]]  # new tokens only, including the EOS if one ended the text
   text: list[str] | None  # without special tokens; None without a tokenizer
-  num_accepted: list[list[int]]  # by target pass: the drafted tokens emitted from it
-  # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s (0 where
+  num_accepted: list[list[int]]  # for each target pass, the number of drafted tokens emitted from it
+  # Of the batch: num_new_tokens, num_target_passes, tau, nodes_per_pass, levels_per_pass (drafted), tok_per_s (0 if
   # there was no target pass), prefill_s, decode_s, compile_s, policy, chooser, weights (their dtype).
   stats: dict[str, Any]
   trace: list[list[Cycle]] | None = None  # the cycles of each prompt, one a target pass; None unless asked for
@@ -55,7 +55,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What `generate_each` yields for one prompt; fields as in `Generation`."""
+  """The result of `generate_each` for one prompt; fields as in `Generation`."""
 
   tokens: list[int]
   text: str | None
@@ -64,11 +64,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """What one step of `stream` adds. The first chunk is the prefill's token, with `num_accepted` 0."""
+  """The text and tokens of one step of `stream`. The first chunk is prefill's token, with `num_accepted` 0."""
 
-  text: str  # whole characters only: incomplete UTF-8 waits for the next chunk
+  text: str  # complete characters only: incomplete UTF-8 waits for the next chunk
   tokens: list[int]
-  num_accepted: int  # drafted tokens among them
+  num_accepted: int  # number of drafted tokens among them
 
 
 @takes_options
@@ -81,18 +81,21 @@ def generate(
   trace: bool = False,
   options: Options,
 ) -> Generation:
-  """Decode prompts; in float32 the text is that of plain decoding, whatever drafter, policy and batch.
+  """Decode prompts; in float32 the text equals that of plain decoding, whatever the drafter, policy and batch.
 
   Args:
     target: from `load_target`.
     drafter: from `load_drafter`, or None for plain decoding.
-    prompts: strings (put through the chat template, if the target has one), or lists or arrays of token ids, taken as
-      they are.
-    batch_size: prompts decoded together; the others wait, and take the places of those that are done. None: all.
+    prompts: strings, formatted with the chat template if the target has one, or lists or arrays of token ids, used
+      unchanged.
+    batch_size: prompts decoded together; the others wait for one of these to finish. None: all together.
     trace: also return what each target pass verified and accepted, for `viz`. Decoding then waits for the host after
       every step, in a program of its own.
-    options: given as keywords: max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0, policy='auto',
+    options: passed as keywords: max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0, policy='auto',
       row_ids=None, eos_ids=None, costs=None, chooser=GumbelMax(). See `decode.request.Options`.
+
+  Returns:
+    A `Generation`.
 
   Raises:
     ValueError: the request cannot be decoded; raised before anything is compiled.
@@ -114,10 +117,10 @@ def generate_each(
   batch_size: int | None = None,
   options: Options,
 ) -> 'Answers':
-  """Yield what `generate` returns prompt by prompt, in their order, each as soon as it and those before it are done.
+  """Decode prompts and yield each `Answer` in order, as soon as it and those before it are done.
 
-  For many prompts: what was yielded is not lost if the rest is. Arguments as there; without a `batch_size` all are
-  decoded together, and done at one time.
+  Meant for many prompts: answers that were yielded survive a later failure. Arguments as in `generate`; without
+  `batch_size` all prompts are decoded together and finish at the same time.
 
   Raises:
     ValueError: as `generate`, at the call and not at the first answer.
@@ -127,7 +130,7 @@ def generate_each(
 
 @takes_options
 def stream(target: Target, drafter: Drafter | None, prompt: str | Sequence[int], *, options: Options) -> 'Stream':
-  """Yield the text of one prompt step by step; joined, it is that of `generate`. Arguments as there.
+  """Decode one prompt and yield a `Chunk` for every step; joined, they equal `generate`, whose arguments they share.
 
   Raises:
     ValueError: as `generate`, at the call and not at the first chunk.
@@ -136,11 +139,11 @@ def stream(target: Target, drafter: Drafter | None, prompt: str | Sequence[int],
 
 
 class CheckedRequest(NamedTuple):
-  """A request that can be decoded."""
+  """A request that passed all checks."""
 
   params: Params
   spec: Spec
-  ids: list[list[int]]  # of the prompts
+  ids: list[list[int]]  # tokens of each prompt
   batch_size: int  # prompts decoded together
   sampling: Sampling
   limits: dict[str, Any]  # max_new_tokens, row_ids, eos_ids
@@ -182,7 +185,7 @@ def _check(
 
 
 class Work(NamedTuple):
-  """How much was decoded so far, by sequence; see `DecodeState`."""
+  """Counts of what was decoded so far, by sequence; see `DecodeState`."""
 
   num_tokens: np.ndarray
   num_passes: np.ndarray
@@ -194,7 +197,7 @@ class Work(NamedTuple):
     return cls(*(getattr(state, name) for name in cls._fields))
 
   def stats(self, seconds: dict[str, float]) -> dict[str, Any]:
-    """Make the numbers of `Generation.stats`; `seconds` has at least 'decode_s'."""
+    """Compute the numbers of `Generation.stats`; `seconds` must contain 'decode_s'."""
     num_new, num_passes, num_nodes, num_levels = (int(np.sum(x_B)) for x_B in self)
     return {
       'num_new_tokens': num_new,
@@ -208,10 +211,10 @@ class Work(NamedTuple):
 
 
 class Outputs(NamedTuple):
-  """What answers and chunks are made of, by sequence."""
+  """The parts of a state that answers and chunks are made from, by sequence."""
 
   text: Any  # [S] i32
-  root: Any  # [] i32, the place of the newest token in it
+  root: Any  # [] i32, the position of the newest token in the text
   num_accepted: Any  # [N] i32
   work: Work
 
@@ -226,15 +229,15 @@ class Outputs(NamedTuple):
 
 @jax.jit
 def _outputs_at(state: DecodeState, row_n: jax.Array) -> Outputs:
-  """Take the outputs of some rows of the batch."""
+  """Gather the outputs of some rows of the batch."""
   return jax.tree.map(lambda x: x[row_n], Outputs.of(state))
 
 
 _OUTPUTS_AT = Program(_outputs_at)
 
 
-class _Timed:
-  """Keeps the seconds that prefill, decoding and compiling took, and makes statistics."""
+class _WithStats:
+  """A base class that adds up the seconds of prefill, decoding and compiling, and makes statistics."""
 
   def __init__(self, request: CheckedRequest):
     self._request = request
@@ -245,15 +248,15 @@ class _Timed:
 
   @property
   def stats(self) -> dict[str, Any]:
-    """`Generation.stats` of what was decoded so far."""
+    """Statistics of what was decoded so far, as in `Generation.stats`."""
     return self._work().stats(self._seconds) | self._request.names
 
 
-class Answers(_Timed, Iterator[Answer]):
-  """Answers to several prompts, made as they are asked for.
+class Answers(_WithStats, Iterator[Answer]):
+  """An iterator over the answers to several prompts, decoded on demand.
 
-  `stats`, as in `Generation`, is of those that are done so far; the seconds are of all, so `tok_per_s` is too low until
-  all are done.
+  `stats`, as in `Generation`, counts the answers that are done so far; the seconds include unfinished ones, so
+  `tok_per_s` is too low until all are done.
   """
 
   def __init__(self, target: Target, request: CheckedRequest):
@@ -278,7 +281,7 @@ class Answers(_Timed, Iterator[Answer]):
       yield Answer(tokens, text, outputs.num_accepted[: outputs.work.num_passes].tolist())
 
   def _run_batch(self, mesh: Mesh | None) -> Iterator[tuple[int, Outputs]]:
-    """Decode all prompts as one batch; yield the number of each with its outputs at the end."""
+    """Decode all prompts as one batch; yield the number and the outputs of each at the end."""
     request = self._request
     arguments, static = request.prepared()
     with using(mesh):
@@ -301,7 +304,7 @@ class Answers(_Timed, Iterator[Answer]):
     yield from enumerate(each)
 
   def _run_refilled(self, mesh: Mesh | None) -> Iterator[tuple[int, Outputs]]:
-    """Decode more prompts than fit one batch; yield the number of each, as it is finished, with its outputs."""
+    """Decode more prompts than fit one batch; yield the number and the outputs of each as it finishes."""
     request = self._request
     limits, row_ids = request.limits, request.limits['row_ids'] or range(len(request.ids))
     batcher = Batcher(
@@ -309,7 +312,7 @@ class Answers(_Timed, Iterator[Answer]):
       request.spec,
       mesh,
       batch_size=request.batch_size,
-      num_refill=-(-request.batch_size // REFILLED),
+      num_refill=-(-request.batch_size // REFILL_PARTS),
       max_prompt=max(map(len, request.ids)),
       max_new_tokens=limits['max_new_tokens'],
       num_new=bucket(limits['max_new_tokens']),
@@ -322,8 +325,8 @@ class Answers(_Timed, Iterator[Answer]):
       yield number, outputs
 
 
-class Stream(_Timed, Iterator[Chunk]):
-  """The chunks of one prompt, made as they are asked for. `stats`, as in `Generation`, is of the chunks so far."""
+class Stream(_WithStats, Iterator[Chunk]):
+  """An iterator over the chunks of one prompt, decoded on demand. `stats`, as in `Generation`, counts them so far."""
 
   def __init__(self, target: Target, request: CheckedRequest):
     super().__init__(request)
@@ -346,7 +349,7 @@ class Stream(_Timed, Iterator[Chunk]):
       state = run(*arguments)
       chunk, is_done = self._chunk(state)
       self._seconds |= {'prefill_s': time.perf_counter() - start, 'compile_s': compile_s}
-      if not is_done:  # now: between two chunks, what is logged of compiling would stand in the text
+      if not is_done:  # compile now: between two chunks, log lines about compiling would appear within the text
         run, compile_s = _STEP.compile(params, state, spec=spec)
         self._seconds['compile_s'] += compile_s
     yield chunk
@@ -359,7 +362,7 @@ class Stream(_Timed, Iterator[Chunk]):
       yield chunk
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
-    """Make the chunk of what the newest step added; also say whether it was the last."""
+    """Make the chunk of the newest step; also return whether it was the last."""
     outputs, is_done = fetched((Outputs.of(state), state.is_done))
     one = jax.tree.map(lambda x_1: x_1[0], outputs)
     tokens = one.newest(one.work.num_tokens - self._newest.num_tokens[0])

@@ -1,4 +1,4 @@
-"""Prompt to the first `DecodeState`: one target pass over all prompt tokens, and the first new token."""
+"""Prefill: one target pass over the prompts, the first new token, and the first `DecodeState`."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from eagle_jax.cache import fill
 from eagle_jax.decode.buckets import bucket, require_memory, slots_for
 from eagle_jax.decode.commit import is_eos, take_nodes
-from eagle_jax.decode.request import at_least_one, integer_array, known_integers, require_valid_rows
+from eagle_jax.decode.request import at_least_one, integer_array, known_integers, require_valid_batch
 from eagle_jax.decode.state import DecodeState, Limits, Params, Spec, Static
 from eagle_jax.draft.interface import DraftNetwork
 from eagle_jax.models.interface import TargetNetwork
@@ -18,7 +18,7 @@ from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sampling import Chooser, Sampling
 from eagle_jax.tree import NO_TOKEN
 
-STATIC = 'target', 'drafter', 'chooser', 'num_slots', 'num_new'  # arguments of `run_prefill`
+STATIC = 'target', 'drafter', 'chooser', 'num_slots', 'num_new'  # static arguments of `run_prefill`
 
 
 def prefill(
@@ -37,28 +37,28 @@ def prefill(
 ) -> DecodeState:
   """Run the target over padded prompts and draw each sequence's first token.
 
-  Pure, and callable inside a jit of the user's own. Compiles once for each (B, L, bucket of max_new_tokens, number of
-  EOS slots); temperature, top_k, top_p, seed, row ids and EOS ids are traced.
+  Pure, and callable inside a user's own jit. Compiles once for each (B, L, bucket of max_new_tokens, number of EOS
+  slots); temperature, top_k, top_p, seed, row ids and EOS ids are traced.
 
   Args:
     params, spec: from `decode.build`.
     tokens_BL: [B, L] integers, prompts padded at the end.
     length_B: [B] integers, prompt lengths, 1 .. L.
-    max_new_tokens: Python int, at least 1. The room made in the cache and the output is its `bucket`: `result` has N =
-      24 places for 17 tokens.
-    temperature: 0 is greedy. This, like the next three, is one number, or [B], one a sequence.
+    max_new_tokens: Python int, at least 1. The cache and the output are sized for its `bucket`: `result` has N = 24
+      places for 17 tokens.
+    temperature: 0 is greedy. This and the next three are each one number, or [B] with one a sequence.
     top_k: 0 keeps all.
     top_p: in (0, 1].
-    seed: fixes the text.
-    row_ids: [B] i32, key each sequence's noise; default 0 .. B-1.
+    seed: determines the text.
+    row_ids: [B] i32, keys of each sequence's noise; default 0 .. B-1.
     eos_ids: any of these tokens ends a sequence; default the target's, () for none.
 
   Returns:
-    A `DecodeState` for `decode_step` and `decode_loop`, with this policy or one whose paths are no longer.
+    A `DecodeState` for `decode_step` and `decode_loop`, with this policy or one whose paths are not longer.
 
   Raises:
-    ValueError: arrays of another rank or not of integers, max_new_tokens below 1; and, of values that are not traced,
-      what `generate` refuses.
+    ValueError: arrays of another rank or not of integers, max_new_tokens below 1, or anything else that `generate`
+      refuses, as far as the values are not traced.
   """
   max_new_tokens = at_least_one('max_new_tokens', max_new_tokens)
   sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
@@ -66,7 +66,7 @@ def prefill(
   length_B = integer_array('length_B', length_B, ndim=1)
   ids = {'row_ids': known_integers('row_ids', row_ids), 'eos_ids': known_integers('eos_ids', eos_ids)}
   if isinstance(spec.target, TransformerTarget):
-    require_valid_rows(spec.target.config, tokens_BL, length_B, max_new_tokens=max_new_tokens, **sampling, **ids)
+    require_valid_batch(spec.target.config, tokens_BL, length_B, max_new_tokens=max_new_tokens, **sampling, **ids)
   arguments, static = prepare(
     params,
     tokens_BL.astype(np.int32),
@@ -80,9 +80,9 @@ def prefill(
 
 
 def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: int, sampling, row_ids, eos_ids):
-  """Make the arguments of `run_prefill`: traced ones, and static ones in buckets. See `prefill`.
+  """Make the traced arguments of `run_prefill`, and its static ones with sizes in buckets. See `prefill`.
 
-  They hold nothing of the policy but the slots that it needs, so most policies share their prefill's program.
+  Of the policy they depend only on the slots that it needs, so most policies share a compiled prefill.
   """
   batch, num_prompt = tokens_BL.shape
   num_new = bucket(max_new_tokens)
@@ -96,7 +96,7 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
 
 
 def of_spec(spec: Spec) -> dict[str, Any]:
-  """Pick what of a spec prefill depends on."""
+  """Select the parts of a spec that prefill depends on, as static arguments of `run_prefill`."""
   return {'target': spec.target, 'drafter': spec.drafter, 'chooser': spec.chooser}
 
 
@@ -115,26 +115,26 @@ def run_prefill(
   num_slots: int,
   num_new: int,
 ) -> DecodeState:
-  """Run the program behind `prefill`.
+  """Run the jitted part of `prefill`.
 
-  `num_slots` cache slots must hold prompt, new tokens and one path: an update slice past the end would be clamped, and
-  overwrite the sequence's own prefix without a word. `prepare` makes that room.
+  `num_slots` must be enough for prompt, new tokens and one path, as `prepare` makes it: an update slice past the end
+  would be clamped and silently overwrite the sequence's own prefix.
   """
   batch, num_prompt = tokens_BL.shape
   position_BL = jnp.broadcast_to(jnp.arange(num_prompt), tokens_BL.shape)
   causal_BLL = jnp.broadcast_to(jnp.tri(num_prompt, dtype=bool), (batch, num_prompt, num_prompt))
-  nothing = target.init_cache(batch, 0)
-  taps, rows = target.forward(params.target, tokens_BL, position_BL, causal_BLL, nothing)
+  empty_cache = target.init_cache(batch, 0)
+  taps, entries = target.forward(params.target, tokens_BL, position_BL, causal_BLL, empty_cache)
   newest = take_nodes(taps, (length_B - 1)[:, None])
   logits_VB = target.logits(params.target, newest)[..., 0]
-  undrafted_B1 = jnp.full((batch, 1), NO_TOKEN)
-  in_axes = (1, 0, sampling.row_axes(), 0, 0)
-  root_B = jax.vmap(chooser.choose, in_axes)(logits_VB, undrafted_B1, sampling, row_id_B, length_B)
+  no_child_B1 = jnp.full((batch, 1), NO_TOKEN)
+  in_axes = (1, 0, sampling.vmap_axes(), 0, 0)
+  root_B = jax.vmap(chooser.choose, in_axes)(logits_VB, no_child_B1, sampling, row_id_B, length_B)
 
   next_BL = jnp.roll(tokens_BL, -1, axis=1).at[jnp.arange(batch), length_B - 1].set(root_B, mode='clip')
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
-    cache=fill(rows, length_B, num_slots=num_slots),
+    cache=fill(entries, length_B, num_slots=num_slots),
     drafter=drafter.start(params.drafter, next_BL, taps, length_B, num_slots),
     root=root_B,
     text=jnp.pad(tokens_BL, ((0, 0), (0, num_slots + 1 - num_prompt))).at[jnp.arange(batch), length_B].set(root_B),

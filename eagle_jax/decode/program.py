@@ -1,4 +1,4 @@
-"""Compile apart from running, so that each can be timed and neither is mistaken for the other."""
+"""Compile programs ahead of time, so that compiling and running are timed separately."""
 
 import functools
 import logging
@@ -9,20 +9,20 @@ from typing import Any, Protocol
 
 import jax
 
-MAX_PROGRAMS = 16  # that one function keeps
+MAX_PROGRAMS = 16  # kept for one function
 
 log = logging.getLogger('eagle_jax')
 
 
 class ProgramStore(Protocol):
-  """Keeps compiled programs beyond the process. `launch/store` is one on disk."""
+  """A store that keeps compiled programs between processes. `launch/store` is one on disk."""
 
   def read(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable) -> Callable | None:
-    """Find a program by its function's name, its arguments' arrays, its static arguments, and a key of them all."""
+    """Find a program by its function's name, the arrays in its arguments, its static arguments, and a key of all."""
     ...
 
   def write(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable, compiled: Any) -> None:
-    """Keep a program, if it can be kept; never raises for one that cannot."""
+    """Store a program, unless that is impossible; never raises."""
     ...
 
 
@@ -30,7 +30,7 @@ _store: ProgramStore | None = None
 
 
 def use_store(store: ProgramStore | None) -> None:
-  """Look for programs in a store from now on, and keep new ones there; None: in no store."""
+  """Look up programs in a store from now on, and write new ones to it; None: use no store."""
   global _store
   _store = store
 
@@ -40,10 +40,10 @@ def _signature(x: Any) -> Hashable:
 
 
 class Program:
-  """A jitted function, compiled ahead of time once a signature.
+  """A jitted function, compiled ahead of time once for each signature.
 
-  The programs used last are kept. On a CPU each takes several hundred memory maps, of which Linux allows a process
-  65,530, and the compiler that gets none dies of a segmentation fault.
+  The most recently used programs are kept. On a CPU each takes several hundred memory maps, of which Linux allows a
+  process 65,530, and a compiler that gets none dies of a segmentation fault.
   """
 
   def __init__(self, jitted: Any):
@@ -51,11 +51,14 @@ class Program:
     self._compiled: OrderedDict[Hashable, Callable] = OrderedDict()
 
   def compile(self, *args: Any, **static: Any) -> tuple[Callable, float]:
-    """Return what runs `args` (called with `args` alone), and the seconds it took to make: 0 if it was there already.
+    """Compile the function for these arguments, unless it is already compiled.
 
     Args:
       args: pytrees of arrays, or of `jax.ShapeDtypeStruct`.
       static: the jitted function's static arguments, by name.
+
+    Returns:
+      The compiled function, which takes `args` alone, and the seconds that compiling took: 0 if nothing was compiled.
     """
     if jax.config.values['jax_disable_jit']:  # to debug: nothing is compiled then
       return functools.partial(self._jitted, **static), 0.0
@@ -79,11 +82,11 @@ class Program:
     return compiled, seconds
 
   def forget(self) -> None:
-    """Frees all programs, those too that the jitted function made when it was called directly."""
+    """Free all programs, including those that direct calls of the jitted function compiled."""
     self._forget(len(self._compiled))
 
   def _forget(self, count: int) -> None:
-    """Frees the `count` programs unused for longest, if that is any."""
+    """Free the `count` least recently used programs, if `count` is positive."""
     if count > 0:
       for _ in range(count):
         self._compiled.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The decode loop: draft, target pass, verify, commit, all in one compiled program."""
+"""One decode step (draft, target pass, verify, commit) and the loop over it, each one compiled program."""
 
 import functools
 import itertools
@@ -15,21 +15,21 @@ from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import TextLookup
 from eagle_jax.kernels.tiling import columns_per_sequence
 from eagle_jax.policy.trees import TreePolicy, level_starts
-from eagle_jax.sharding import num_row_parts
-from eagle_jax.tree import NO_PARENT, Candidates, DraftTree, ancestor_mask, depth, padded, rerank
+from eagle_jax.sharding import num_batch_shards
+from eagle_jax.tree import NO_PARENT, Candidates, DraftTree, ancestor_mask, depth, pad_nodes, rerank
 
 
 def draft_context(state: DecodeState, arrays: Any, *, spec: Spec) -> DraftContext:
-  """Collect what drafters may use: the noise that will perturb the target's logits, the policy's rules, the text.
+  """Collect the target's noise, the policy's rules and the text, for the drafter.
 
   Args:
     state: before the step.
-    arrays: the policy's, as `TreePolicy.at_step` returns them.
+    arrays: the policy's, as returned by `TreePolicy.at_step`.
     spec: static.
   """
 
   def noise(depth: int | jax.Array, token_UB: jax.Array) -> jax.Array:
-    of_sequences = jax.vmap(spec.chooser.noise, (state.sampling.row_axes(), 0, 0, 1), out_axes=1)
+    of_sequences = jax.vmap(spec.chooser.noise, (state.sampling.vmap_axes(), 0, 0, 1), out_axes=1)
     return of_sequences(state.sampling, state.row_id, state.cache.length + depth, token_UB)
 
   lookup = TextLookup(state.text, state.cache.length)
@@ -37,7 +37,7 @@ def draft_context(state: DecodeState, arrays: Any, *, spec: Spec) -> DraftContex
 
 
 def verify_batch(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, spec: Spec) -> Verdict:
-  """Verify every sequence's tree by the target's own choices."""
+  """Verify every sequence's tree against the target's own choices."""
 
   def verify_one(tree, logits_VT, sampling, row_id, length):
     def choose_after(logits_V, child_T, node_depth):
@@ -45,24 +45,24 @@ def verify_batch(tree: DraftTree, logits_VBT: jax.Array, state: DecodeState, *, 
 
     return verify(tree, logits_VT, choose_after, max_depth=spec.policy.max_depth)
 
-  in_axes = (0, 1, state.sampling.row_axes(), 0, 0)
+  in_axes = (0, 1, state.sampling.vmap_axes(), 0, 0)
   return jax.vmap(verify_one, in_axes)(tree, logits_VBT, state.sampling, state.row_id, state.cache.length)
 
 
 class TreePass(NamedTuple):
-  """What a target pass over trees decided, and what both caches may take along the accepted paths."""
+  """The result of a target pass over trees: verdicts, and cache entries and activations along the accepted paths."""
 
   tree: DraftTree  # [B, T] fields
   verdict: Verdict  # [B, ...] fields
-  rows: NewEntries  # [B, G, P, K], of the target's cache
-  taps: Any  # what the target shows along the paths, arrays [..., B, P]
+  entries: NewEntries  # [B, G, P, K], for the target's cache
+  taps: Any  # the target's activations along the paths, arrays [..., B, P]
   log_p: jax.Array | None = None  # [B, T] f32, see `node_log_p`; None unless the spec is traced
 
 
 def node_log_p(tree: DraftTree, logits_VT: jax.Array) -> jax.Array:
-  """[T] f32: compute the target's log-probability of each node's token given the path before it; 0 at the root.
+  """Compute the target's log-probability of each node's token given the path before it: [T] f32; 0 at the root.
 
-  One sequence. Temperature 1, no filters. What unused nodes get means nothing.
+  For one sequence, at temperature 1 and without filters. Values of unused nodes are undefined.
   """
   parent_T = jnp.maximum(tree.parent, 0)
   log_z_T = jax.nn.logsumexp(logits_VT, axis=0)
@@ -71,19 +71,20 @@ def node_log_p(tree: DraftTree, logits_VT: jax.Array) -> jax.Array:
 
 
 def verify_tree(params: Params, state: DecodeState, candidates: Candidates, *, num_nodes: int, spec: Spec) -> TreePass:
-  """Rerank, run the target, and verify, for trees of `num_nodes`; the result has the shapes of the largest size."""
+  """Rerank to trees of `num_nodes`, run the target and verify; the result is padded to the largest size."""
   max_depth = spec.policy.max_depth
   tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(candidates)
   batch = tree.token.shape[0]
-  on_device = batch // num_row_parts(batch, jax.sharding.get_abstract_mesh())
-  full = padded(tree, columns_per_sequence(num_nodes, on_device, min_columns=spec.min_columns))
+  on_device = batch // num_batch_shards(batch, jax.sharding.get_abstract_mesh())
+  full = pad_nodes(tree, columns_per_sequence(num_nodes, on_device, min_columns=spec.min_columns))
   mask_BTT = jax.vmap(functools.partial(ancestor_mask, max_depth=max_depth))(full.parent)
   position_BT = state.cache.length[:, None] + jax.vmap(depth)(mask_BTT)
-  taps, rows = spec.target.forward(params.target, full.token, position_BT, mask_BTT, state.cache)
+  taps, entries = spec.target.forward(params.target, full.token, position_BT, mask_BTT, state.cache)
   logits_VBT = spec.target.logits(params.target, taps)
   verdict = verify_batch(full, logits_VBT, state, spec=spec)
   path_BP = verdict.path
-  tree_pass = TreePass(padded(tree, spec.policy.num_nodes), verdict, rows.take(path_BP), take_nodes(taps, path_BP))
+  padded = pad_nodes(tree, spec.policy.num_nodes)
+  tree_pass = TreePass(padded, verdict, entries.take(path_BP), take_nodes(taps, path_BP))
   if not spec.is_traced:
     return tree_pass
   log_p_BT = jax.vmap(node_log_p, in_axes=(0, 1))(tree, logits_VBT)
@@ -91,16 +92,16 @@ def verify_tree(params: Params, state: DecodeState, candidates: Candidates, *, n
 
 
 def num_drafted(candidates: Candidates, policy: TreePolicy) -> jax.Array:
-  """[] i32: count the levels that were drafted; those left out have no used node."""
+  """Count the levels that were drafted, [] i32; a level that was skipped has no used node."""
   is_used_A = (candidates.log_q > -jnp.inf).any(axis=0)
   levels = itertools.pairwise(level_starts(policy))
   return sum((is_used_A[start:end].any().astype(jnp.int32) for start, end in levels), jnp.int32(0))
 
 
 class Step(NamedTuple):
-  """One step's result."""
+  """The result of one step."""
 
-  state: DecodeState  # after it
+  state: DecodeState  # after the step
   tree_pass: TreePass
 
 
@@ -112,11 +113,11 @@ def step(params: Params, state: DecodeState, *, spec: Spec) -> Step:
   """
   if state.max_path is not None and state.max_path.value < spec.max_path:
     raise ValueError(
-      f'The state has room for {state.max_path.value} tokens a step, and {spec.policy.describe()} may take '
-      f'{spec.max_path}: prefill with the policy whose paths are the longest.'
+      f'The state must have {spec.max_path} free slots, as many as a step of {spec.policy.describe()} may emit tokens, '
+      f'got {state.max_path.value}: prefill with the policy that has the longest paths.'
     )
   policy, is_live_B = spec.policy, ~state.is_done
-  # A batch goes through one program, so costs are weighed at the mean temperature of its sequences.
+  # One decision for the whole batch, so costs are looked up at the mean temperature of its sequences.
   arrays = policy.at_step(params.policy, num_slots=state.num_slots, temperature=state.sampling.temperature.mean())
   context = draft_context(state, arrays, spec=spec)
   candidates = spec.drafter.propose(params.drafter, state.drafter, state.root, policy, context)
@@ -124,7 +125,7 @@ def step(params: Params, state: DecodeState, *, spec: Spec) -> Step:
   candidates = candidates._replace(score=score_BA)
   forms = [functools.partial(verify_tree, params, state, candidates, num_nodes=n, spec=spec) for n in policy.sizes]
   tree_pass = jax.lax.switch(size, forms) if len(forms) > 1 else forms[0]()
-  after = commit(params, state, tree_pass.verdict, tree_pass.rows, tree_pass.taps, spec=spec)
+  after = commit(params, state, tree_pass.verdict, tree_pass.entries, tree_pass.taps, spec=spec)
   num_nodes = state.num_nodes + jnp.where(is_live_B, jnp.asarray(policy.sizes, jnp.int32)[size], 0)
   num_levels = state.num_levels + jnp.where(is_live_B, num_drafted(candidates, policy), 0)
   return Step(after._replace(num_nodes=num_nodes, num_levels=num_levels).constrained(), tree_pass)
@@ -138,18 +139,18 @@ def decode_step(params: Params, state: DecodeState, *, spec: Spec) -> DecodeStat
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
 def decode_loop(params: Params, state: DecodeState, *, spec: Spec) -> DecodeState:
-  """Run `decode_step` until every sequence is done: one `lax.while_loop`, no host in it. `state` is donated."""
+  """Run `decode_step` until every sequence is done, in one `lax.while_loop` on the device. `state` is donated."""
   return jax.lax.while_loop(
     lambda state: ~state.is_done.all(), lambda state: decode_step(params, state, spec=spec), state
   )
 
 
 def result(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Read the new tokens out of a state.
+  """Read the new tokens from a state.
 
   Returns:
     tokens_BN: [B, N] i32, new tokens; NO_TOKEN past each sequence's length.
-    length_B: [B] i32, new tokens of each sequence.
+    length_B: [B] i32, number of new tokens of each sequence.
     num_accepted_BN: [B, N] i32, drafted tokens emitted by each target pass of the sequence; -1 past its last pass.
   """
   num_new = state.num_accepted.shape[1]
@@ -161,11 +162,11 @@ def result(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def tau(num_new: int, num_passes: int, *, num_sequences: int) -> float:
-  """Compute the mean new tokens a target pass; plain decoding gives exactly 1.
+  """Compute the mean number of new tokens a target pass; plain decoding gives exactly 1.
 
   Args:
     num_new: new tokens of all sequences.
-    num_passes: target passes of all sequences, prefill apart; with 0 the answer is 1.
-    num_sequences: the first token of each comes from prefill, and does not count.
+    num_passes: target passes of all sequences without prefill; 0 gives 1.
+    num_sequences: number of sequences, whose first tokens come from prefill and do not count.
   """
   return (num_new - num_sequences) / num_passes if num_passes else 1.0

@@ -1,7 +1,7 @@
-"""The EAGLE-1/2 head (arXiv:2401.15077): one decoder layer that continues the target's features.
+"""The EAGLE-1/2 head (arXiv:2401.15077): one decoder layer that extrapolates the target's features.
 
-Position t joins the feature f_t with the embedding of the *next* token x_{t+1}, at RoPE position t. Its output stands
-in for f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
+Position t combines the feature f_t with the embedding of the *next* token x_{t+1}, at RoPE position t. Its output
+predicts f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
 """
 
 import dataclasses
@@ -37,64 +37,64 @@ from eagle_jax.tree import NO_TOKEN, Candidates
 
 
 class EagleHead(nn.Module):
-  """fc over [embedding, feature], then the layer."""
+  """The module: `fc` over [embedding, feature], then one decoder layer."""
 
   config: DrafterConfig
 
   @nn.compact
   def __call__(self, embedding_DR, feature_DR, position_BT, attention: AttentionFn):
-    """Outputs [D, R], and the memory that `attention` returns."""
+    """Compute outputs [D, R], and return them with the memory that `attention` returns."""
     x_DR = Linear((self.config.width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
-    # No input norm, for what comes in is normed; and no final one.
+    # No input norm, since the feature is already normalised, and no final norm.
     layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
     return layer(x_DR, Rotation.of(self.config, position_BT), attention)
 
 
 class EagleState(NamedTuple):
-  """What the drafter remembers of the committed text."""
+  """The drafter's cache and newest output over the committed text."""
 
   cache: KVCache  # one layer; an entry for every committed token
-  feature: jax.Array  # [B, D], the drafter's output at the newest position: it predicts the root's first children
+  feature: jax.Array  # [B, D], the drafter's output at the newest position, which predicts the root's children
 
 
 class Drafted(NamedTuple):
-  """What one level of a tree hands to the next; M counts the nodes of all levels but the last, the newest last."""
+  """The carry from one level of a tree to the next; M counts the nodes of all levels but the last, the newest last."""
 
-  out: jax.Array  # [D, B, W], of the level's nodes
-  mask: jax.Array  # [B, W, M] bool, which drafted nodes they see
+  out: jax.Array  # [D, B, W], outputs at the level's nodes
+  mask: jax.Array  # [B, W, M] bool, which drafted nodes they attend to
   memory: tuple[jax.Array, jax.Array]  # [B, G, M, K], keys and values of those nodes
-  match: Any  # [B, W, S] i32, of `lookup.TextLookup`; None without it
+  match: Any  # [B, W, S] i32, see `lookup.TextLookup`; None without lookup
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle:
-  """`EagleHead` as the pure functions that the decode loop calls (`draft.interface.DraftNetwork`).
+  """`EagleHead` as pure functions for the decode loop (`draft.interface.DraftNetwork`).
 
-  Its params: `fc` and `layer`, and by reference `embed` [V, D] and `head` [U, D] of the target, with `ids` [U] i32, the
-  target id of each row of that head: all of them, or a draft vocabulary. Then `whole_head` [V, D] has all of them. All
-  matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [2] f32, where given, replaces the defaults
-  of `draft.lookup`.
+  Its params are `fc` and `layer`, and by reference the target's `embed` [V, D] and `head` [U, D], with `ids` [U] i32,
+  the target ids that the head scores. With a draft vocabulary, U < V and `whole_head` [V, D] is the target's full head.
+  All matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [2] f32, where given, replaces the
+  defaults of `draft.lookup`.
   """
 
-  config: Any  # a `DrafterConfig`; of subclasses, another
+  config: Any  # a `DrafterConfig`; subclasses have their own
   dtype: Any = jnp.float32
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
-    """Random `fc` and `layer`; under `jax.eval_shape`, the shapes that a checkpoint must have."""
-    row_D1 = jnp.zeros((self.config.width, 1), self.dtype)
+    """Initialise `fc` and `layer` at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
+    column_D1 = jnp.zeros((self.config.width, 1), self.dtype)
     position_BT = jnp.zeros((1, 1), jnp.int32)
-    return EagleHead(self.config).init(key, row_D1, row_D1, position_BT, no_attention)['params']
+    return EagleHead(self.config).init(key, column_D1, column_D1, position_BT, no_attention)['params']
 
   def fuse_taps(self, params, taps) -> jax.Array:
-    """Make the features [D, B, P] that the layer takes of what the target shows."""
+    """Turn the target's taps into the features [D, B, P] that the layer takes."""
     return taps.feature
 
   def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
-    """Make the features [D, B, W] that nodes' children take of the nodes' outputs."""
+    """Turn the outputs at nodes into the features [D, B, W] that their children take."""
     return out_DBW
 
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
-    """Make what the language-model head reads, [D, R], of the outputs."""
+    """Turn outputs into the inputs of the language-model head, [D, R]."""
     return out_DR
 
   def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
@@ -119,21 +119,20 @@ class Eagle:
   def start(self, params, token_BL, taps, length_B, num_slots: int) -> EagleState:
     """Read the prompts from an empty cache; see `draft.interface.DraftNetwork.start`."""
     empty = kv_cache.init(self.config, num_layers=1, batch=len(length_B), num_slots=0, dtype=self.dtype)
-    out_DBL, rows = self.apply_behind(params, empty, token_BL, taps)
-    return EagleState(kv_cache.fill(rows, length_B, num_slots=num_slots), _at(out_DBL, length_B - 1))
+    out_DBL, entries = self.apply_behind(params, empty, token_BL, taps)
+    return EagleState(kv_cache.fill(entries, length_B, num_slots=num_slots), _take_position(out_DBL, length_B - 1))
 
   def update(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
     """Read what was committed behind the cache; see `draft.interface.DraftNetwork.update`."""
-    out_DBP, rows = self.apply_behind(params, state.cache, token_BP, taps)
-    newest_BD = _at(out_DBP, jnp.maximum(count_B - 1, 0))
+    out_DBP, entries = self.apply_behind(params, state.cache, token_BP, taps)
+    newest_BD = _take_position(out_DBP, jnp.maximum(count_B - 1, 0))
     feature_BD = jnp.where(count_B[:, None] > 0, newest_BD, state.feature)
-    # What `append` writes waits for the output, and so for all that reads the cache.
+    # `append` must write only after everything has read the cache, so its count waits for the output.
     count_B = wait_for(count_B, ~jnp.isnan(newest_BD).any(axis=1))
-    return EagleState(kv_cache.append(state.cache, rows, count_B), feature_BD)
+    return EagleState(kv_cache.append(state.cache, entries, count_B), feature_BD)
 
   def apply_behind(self, params, cache: KVCache, token_BP, taps) -> tuple[jax.Array, NewEntries]:
-    """Run over P target positions behind the cache, each of which sees the text and all up to itself: outputs
-    [D, B, P], and their keys and values."""
+    """Run causally over P target positions behind the cache: outputs [D, B, P], and their keys and values."""
     batch, num_positions = token_BP.shape
     position_BP = cache.length[:, None] + jnp.arange(num_positions)[None]
     causal_BPP = jnp.broadcast_to(jnp.tri(num_positions, dtype=bool), (batch, num_positions, num_positions))
@@ -146,11 +145,11 @@ class Eagle:
     length_B, lookup = state.cache.length, context.lookup if policy.lookup else None
 
     def children(out_DBW, match_BWS, depth: Any, fanout: int) -> Children:
-      evidence = None if lookup is None else lookup.after(match_BWS, params.get('lookup_weights', WEIGHTS))
-      return self.children(params, out_DBW, functools.partial(context.noise, depth + 1), fanout, evidence)
+      evidence = None if lookup is None else lookup.find_next(match_BWS, params.get('lookup_weights', WEIGHTS))
+      return self.top_children(params, out_DBW, functools.partial(context.noise, depth + 1), fanout, evidence)
 
     def step(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
-      # A node's feature is the output at its parent; it sees what its parent saw, and itself.
+      # A node's feature is the output at its parent; it attends to whatever its parent did, and to itself.
       of_parent = functools.partial(jnp.take_along_axis, indices=frontier.parent_slot[..., None], axis=1, mode='clip')
       feature_DBW = jnp.take_along_axis(
         self.next_feature(params, drafted.out), frontier.parent_slot[None], axis=2, mode='clip'
@@ -161,7 +160,7 @@ class Eagle:
       position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
       nodes = frontier.token, feature_DBW, position_BW, mask_BWM
       out_DBW, memory = self.forward(params, *nodes, state.cache, drafted.memory)
-      match_BWS = None if lookup is None else lookup.extended(of_parent(drafted.match), frontier.token)
+      match_BWS = None if lookup is None else lookup.extend(of_parent(drafted.match), frontier.token)
       kept = jax.tree.map(lambda x_BGMK: x_BGMK[:, :, width:], memory)
       after = Drafted(out_DBW, mask_BWM[..., width:], kept, match_BWS)
       return children(out_DBW, match_BWS, depth, fanout), after
@@ -177,20 +176,21 @@ class Eagle:
     memory = (jnp.zeros((batch, num_heads, num_earlier, head_dim), self.dtype),) * 2
     return grow(roots, step, Drafted(out_DBW, mask_BWM, memory, match_BWS), root_B, policy, context)
 
-  def children(
+  def top_children(
     self, params, out_DBW: jax.Array, noise: Callable, fanout: int, evidence: Evidence | None = None
   ) -> Children:
     """Find the `fanout` likeliest next tokens after each node.
 
-    Greedy, these are the reference's, whose confidences are at temperature 1 (`topK_genrate` in cnets.py). A sampled
-    token is the best under noise that is known: so the drafter adds the same noise, and its confidence says which token
-    will be drawn.
+    For greedy decoding these are the reference's, whose confidences are at temperature 1 (`topK_genrate` in cnets.py).
+    A sampled token is the best under noise that is known beforehand. The drafter adds the same noise, so its confidence
+    predicts the token that will be drawn.
 
     Args:
-      out_DBW: the nodes' outputs.
+      params: the drafter's.
+      out_DBW: [D, B, W], outputs at the nodes.
       noise: [n, B] i32 ids -> [n, B] f32.
-      fanout: static.
-      evidence: what the text suggests, which may be a token outside the draft vocabulary.
+      fanout: C, static.
+      evidence: the token that the text suggests, possibly outside the draft vocabulary; None for none.
     """
     shape_BW, ids_U = out_DBW.shape[1:], params['ids']
     batch, width = shape_BW
@@ -198,26 +198,29 @@ class Eagle:
     noise_UB = noise(jnp.broadcast_to(ids_U[:, None], (len(ids_U), batch)))
     noise_UR = jnp.repeat(noise_UB, width, axis=1)
     logits_UR = apply_head(params['head'], out_DR) + noise_UR
-    logits_nR = logits_UR if evidence is None else self.weighed(params, logits_UR, out_DR, noise, evidence)
+    logits_nR = logits_UR if evidence is None else self.add_evidence(params, logits_UR, out_DR, noise, evidence)
     log_p_RC, index_RC = top_k(jax.nn.log_softmax(logits_nR, axis=0).T, fanout)
     token_RC = jnp.take(ids_U, index_RC, mode='clip')
     if evidence is not None:
       token_RC = jnp.where(index_RC < len(ids_U), token_RC, evidence.token.reshape(-1, 1))
     return Children(token_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout))
 
-  def weighed(self, params, logits_UR, out_DR, noise: Callable, evidence: Evidence) -> jax.Array:
-    """Raise the logits [U, R] of what the text suggests; [U + 1, R] where that may be a token outside those ids."""
+  def add_evidence(self, params, logits_UR, out_DR, noise: Callable, evidence: Evidence) -> jax.Array:
+    """Raise the logits [U, R] of the suggested tokens; with a draft vocabulary, append one logit: [U + 1, R].
+
+    The appended logit is that of a suggested token outside the draft vocabulary, and -inf where there is none.
+    """
     token_R, weight_R = evidence.token.reshape(-1), evidence.weight.reshape(-1)
-    is_told_UR = params['ids'][:, None] == token_R[None]
-    logits_UR += jnp.where(is_told_UR, weight_R[None], 0)
+    is_suggested_UR = params['ids'][:, None] == token_R[None]
+    logits_UR += jnp.where(is_suggested_UR, weight_R[None], 0)
     if 'whole_head' not in params:
       return logits_UR
     noise_R = noise(evidence.token.T).T.reshape(-1)
-    told_R = einsum_float32('dr,dr->r', embed(params['whole_head'], token_R), out_DR) + noise_R + weight_R
-    is_new_R = (token_R != NO_TOKEN) & ~is_told_UR.any(axis=0)
-    return jnp.concatenate([logits_UR, jnp.where(is_new_R, told_R, -jnp.inf)[None]])
+    logit_R = einsum_float32('dr,dr->r', embed(params['whole_head'], token_R), out_DR) + noise_R + weight_R
+    is_new_R = (token_R != NO_TOKEN) & ~is_suggested_UR.any(axis=0)
+    return jnp.concatenate([logits_UR, jnp.where(is_new_R, logit_R, -jnp.inf)[None]])
 
 
-def _at(out_DBP: jax.Array, index_B: jax.Array) -> jax.Array:
-  """[B, D]: outputs at one position of each sequence."""
+def _take_position(out_DBP: jax.Array, index_B: jax.Array) -> jax.Array:
+  """Take the outputs at one position of each sequence: [B, D]."""
   return jnp.take_along_axis(out_DBP, index_B[None, :, None], axis=2, mode='clip')[..., 0].T

@@ -1,8 +1,8 @@
-"""The EAGLE-3 head (arXiv:2503.01840): features of three depths, fused, and a head of its own.
+"""The EAGLE-3 head (arXiv:2503.01840): fused features of three target layers, and a head of its own.
 
-Positions are shifted as in EAGLE-1/2: position t joins the fused feature of token t with the embedding of the *next*
-token. Its output is free to be anything: the drafter's own norm and head turn it into a
-distribution, and for the next draft step it takes the place of the fused feature.
+Positions are shifted as in EAGLE-1/2: position t combines the fused feature of token t with the embedding of the *next*
+token. The output need not resemble a target feature: the drafter's own norm and head turn it into a distribution, and
+it replaces the fused feature in the next draft step.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from eagle_jax.models.layers import Attention, AttentionFn, Linear, RMSNorm, Rot
 
 
 class Eagle3Head(nn.Module):
-  """`fc` over the taps; a layer whose attention reads [embedding, feature]; the final norm."""
+  """The module: `fc` over the taps, a layer whose attention reads [embedding, feature], and the final norm."""
 
   config: Eagle3Config
 
@@ -34,14 +34,14 @@ class Eagle3Head(nn.Module):
     self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width)
 
   def fuse(self, taps: tuple[jax.Array, ...]) -> jax.Array:
-    """[D, R] of some [target width, R]."""
+    """Fuse the taps, each [target width, R], into features [D, R]."""
     if self.config.fc_norm:
       taps = tuple(norm(tap_DR) for norm, tap_DR in zip(self.fc_norm, taps, strict=True))
     joined = jnp.concatenate(taps)
     return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
 
   def __call__(self, embedding_DR, feature_DR, position_BT, attention: AttentionFn):
-    """Outputs [D, R], and the memory that `attention` returns."""
+    """Compute outputs [D, R], and return them with the memory that `attention` returns."""
     normed_DR = self.feature_norm(feature_DR)
     both_R = jnp.concatenate([self.embedding_norm(embedding_DR), normed_DR])
     mixed_DR, memory = self.attn(both_R, Rotation.of(self.config, position_BT), attention)
@@ -49,32 +49,32 @@ class Eagle3Head(nn.Module):
     return x_DR + self.mlp(self.mlp_norm(x_DR)), memory
 
   def final(self, out_DR: jax.Array) -> jax.Array:
-    """What the language-model head reads."""
+    """Normalise outputs for the language-model head."""
     return self.norm(out_DR)
 
   def everything(self, embedding_DR, taps, position_BT, attention: AttentionFn):
-    """A pass through every parameter."""
+    """Run a pass through every parameter, for initialisation."""
     feature_DR = self.fuse(taps) if taps else embedding_DR
     return self.final(self(embedding_DR, feature_DR, position_BT, attention)[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3(Eagle):
-  """`Eagle3Head` as the pure functions that the decode loop calls (`draft.interface.DraftNetwork`).
+  """`Eagle3Head` as pure functions for the decode loop (`draft.interface.DraftNetwork`).
 
-  Its params: those of the head, and `embed` [V, D], its own or by reference the target's, `head` [U, D] of its own, and
-  `ids` [U] i32, the target id of each row of that head.
+  Its params are those of the module, `embed` [V, D] (its own, or the target's by reference), its own `head` [U, D], and
+  `ids` [U] i32, the target ids that the head scores.
   """
 
   config: Eagle3Config
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
-    """Random parameters of the head; under `jax.eval_shape`, the shapes that a checkpoint must have."""
+    """Initialise the module at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     c = self.config
     taps = (jnp.zeros((c.target_width, 1), self.dtype),) * c.num_taps
-    row_D1 = jnp.zeros((c.width, 1), self.dtype)
+    column_D1 = jnp.zeros((c.width, 1), self.dtype)
     position_BT = jnp.zeros((1, 1), jnp.int32)
-    return Eagle3Head(c).init(key, row_D1, taps, position_BT, no_attention, method='everything')['params']
+    return Eagle3Head(c).init(key, column_D1, taps, position_BT, no_attention, method='everything')['params']
 
   def fuse_taps(self, params, taps) -> jax.Array:
     if not self.config.num_taps:

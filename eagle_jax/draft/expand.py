@@ -1,7 +1,7 @@
-"""Grow the draft tree: EAGLE-2's expansion phase (arXiv:2406.16858, section 4); `tree.rerank` cuts it.
+"""Grow the draft tree: EAGLE-2's expansion phase (arXiv:2406.16858, section 4). `tree.rerank` then prunes it.
 
-`grow` asks any drafter for children, level by level, and a policy for what ranks them. Its budget is fixed: what is not
-in use scores -inf and carries NO_TOKEN.
+`grow` asks the drafter for children, level by level, and the policy for their scores. The number of candidates is
+fixed; unused ones score -inf and carry NO_TOKEN.
 """
 
 import functools
@@ -30,18 +30,18 @@ class Frontier(NamedTuple):
   """One sequence's nodes to be expanded next, best first."""
 
   token: jax.Array  # [W] i32
-  log_q: jax.Array  # [W] f32
-  candidate: jax.Array  # [W] i32, their candidate numbers
-  parent_slot: jax.Array  # [W] i32, where in the last frontier the parent stood
+  log_q: jax.Array  # [W] f32, log-probability of the path; -inf where unused
+  candidate: jax.Array  # [W] i32, candidate numbers
+  parent_slot: jax.Array  # [W] i32, the parent's slot in the previous frontier
 
 
 class Shape(NamedTuple):
   """Static sizes of a level below the root's children: frontier widths, and the children that each node offers."""
 
-  last_width: int  # below the root's children as many as there are of them
+  last_width: int  # of the previous frontier; the first level takes its own width
   width: int
   fanout: int
-  next_width: int  # below the deepest level as many as in it, for nobody
+  next_width: int  # of the next frontier; the deepest level takes its own width, and nothing reads it
 
   @classmethod
   def of(cls, policy: TreePolicy, depth: int) -> 'Shape':
@@ -50,25 +50,25 @@ class Shape(NamedTuple):
 
 
 def first_width(policy: TreePolicy) -> int:
-  """Count the nodes in the first frontier below the root; 1, unused, if the tree ends with the root's children."""
+  """Return the width of the first frontier below the root; 1, unused, if the tree ends with the root's children."""
   return (*policy.widths, 1)[1]
 
 
 def expand(
   frontier: Frontier, children: Children, score_WC: jax.Array, first: jax.Array, *, width: int
 ) -> tuple[Candidates, Frontier]:
-  """Make every frontier node's children candidates, and the best `width` of all of them the next frontier.
+  """Turn every frontier node's children into candidates, and the best `width` of them into the next frontier.
 
   Args:
     frontier: of one sequence.
-    children: theirs, [W, C].
-    score_WC: [W, C] f32, what ranks them; -inf: not offered.
+    children: of the frontier's nodes, [W, C] fields.
+    score_WC: [W, C] f32, ranks the children; -inf: not offered.
     first: [] i32, number of the level's first candidate; child c of slot w is candidate first + w * C + c.
     width: size of the next frontier, static.
   """
   fanout = children.token.shape[1]
   log_q_WC = frontier.log_q[:, None] + children.log_p
-  # What grows from an unused slot must end as NO_TOKEN, never as a real token.
+  # A child of an unused slot must end as NO_TOKEN, never as a real token.
   is_used_WC = (log_q_WC > -jnp.inf) & (score_WC > -jnp.inf)
   log_q_WC = jnp.where(is_used_WC, log_q_WC, -jnp.inf)
   score_n = jnp.where(is_used_WC, score_WC, -jnp.inf).reshape(-1)
@@ -84,26 +84,26 @@ def grow(
 ) -> Candidates:
   """Grow every sequence's candidate tree to the policy's depth, or for as long as the policy keeps going.
 
-  Levels of one shape are traced once.
+  Levels of the same shape are traced once.
 
   Args:
-    roots: the root's children, [B, 1, C].
-    step: (carry, frontier, depth, fanout) -> (Children, carry): a drafter runs its network on the frontier's nodes,
+    roots: the root's children, [B, 1, C] fields.
+    step: (carry, frontier, depth, fanout) -> (Children, carry): runs the drafter's network on the frontier's nodes,
       `depth` edges below the root, [] i32.
-    carry: the drafter's own state, as after a step over `first_width` nodes that all are the root.
+    carry: the drafter's own state, as after a step over `first_width` nodes that are all the root.
     root_B: [B] i32, the newest token of each sequence.
     policy: static; its sizes are read here, its rules through `context`.
-    context: ranks children, and stops growing; the levels left out have unused nodes.
+    context: scores children and decides when to stop; levels that are not drafted have unused nodes.
 
   Returns:
-    `Candidates` of A = 1 + sum(widths * fanouts) nodes a sequence.
+    `Candidates` with A = 1 + sum(widths * fanouts) nodes a sequence, [B, A] fields.
   """
   first_d = np.asarray(level_starts(policy), np.int32)
 
-  def expanded(
+  def expand_batch(
     frontier: Frontier, children: Children, depth: int | jax.Array, width: int
   ) -> tuple[Candidates, Frontier]:
-    # A NaN would break the order that makes rerank's choice a tree.
+    # A NaN would break the order of scores that makes rerank's choice a tree.
     log_p_BWC = jnp.where(jnp.isnan(children.log_p), -jnp.inf, children.log_p)
     score_BWC = context.score(depth, frontier.log_q, log_p_BWC)
     run = functools.partial(expand, width=width)
@@ -114,13 +114,13 @@ def grow(
     run = functools.partial(step, depth=depth, fanout=shape.fanout)
     keep_going = context.keep_going(depth, grown[1].log_q)
     children, carry = run(*grown) if keep_going is None else _run_if(keep_going, run, *grown)
-    candidates, frontier = expanded(grown[1], children, depth, shape.next_width)
+    candidates, frontier = expand_batch(grown[1], children, depth, shape.next_width)
     return (carry, frontier), candidates
 
   zero_B1 = jnp.zeros((root_B.shape[0], 1), jnp.int32)
   log_q_B1 = jnp.zeros(zero_B1.shape, jnp.float32)
   root = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
-  of_root, frontier = expanded(root, roots, 0, first_width(policy))
+  of_root, frontier = expand_batch(root, roots, 0, first_width(policy))
   levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1), of_root]
   grown = carry, frontier
   for shape, depths in itertools.groupby(range(1, policy.max_depth), functools.partial(Shape.of, policy)):
@@ -130,7 +130,7 @@ def grow(
 
 
 def _run_if(keep_going: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:
-  """Run the level, or return children that are all unused. A drafter only reads its cache, so none is copied."""
+  """Run the level, or return unused children. A drafter only reads its cache here, so no cache is copied."""
   run = jax.jit(run)  # traced once for its shapes and for the branch
 
   def skip(carry, frontier):

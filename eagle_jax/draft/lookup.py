@@ -1,9 +1,9 @@
-"""Look the text up in itself: the token that followed the longest earlier match of the newest tokens.
+"""Find the token that followed the longest earlier match of the newest tokens in the text.
 
-Prompt lookup decoding (Saxena, 2023) drafts that token and no other; SAM-Decoding (arXiv:2411.10666) chooses between it
-and a drafter's tree by the length of the match. Here it is evidence: it raises one logit of the drafter, so both stand
-in one distribution, and tree policies, noise and calibration see nothing but a better drafter. `draft.ngram` drafts
-from it alone.
+Prompt lookup decoding (Saxena, 2023) drafts only that token; SAM-Decoding (arXiv:2411.10666) chooses between it and a
+drafter's tree by the length of the match. Here the match is evidence that raises one logit of the drafter. Both
+predictions end in one distribution, so tree policies, noise and calibration work unchanged. `draft.ngram` drafts from
+the matches alone.
 """
 
 from collections.abc import Sequence
@@ -14,52 +14,52 @@ import jax.numpy as jnp
 
 from eagle_jax.tree import NO_TOKEN
 
-MAX_MATCH = 16  # tokens; a longer match counts as one of so many
+MAX_MATCH = 16  # tokens; a longer match counts as this many
 # (first, growth): a match of m tokens raises a logit by first + growth * ln(m) nats. Fitted on 70 greedy answers of
 # SmolLM2-135M-Instruct; a cost file may hold others for its pair.
 WEIGHTS = 1.5, 2.0
 
 
 class Evidence(NamedTuple):
-  """The token that followed an earlier match of each path."""
+  """The token that followed the longest earlier match of each path."""
 
   token: jax.Array  # [B, W] i32, a target id; NO_TOKEN where nothing matched
-  weight: jax.Array  # [B, W] f32, nats to be added to its logit
+  weight: jax.Array  # [B, W] f32, nats to add to its logit
 
 
 class TextLookup(NamedTuple):
-  """The text of each sequence, to be searched.
+  """The text of each sequence, searchable for earlier matches of a path.
 
-  A path (the text, or the text and drafted tokens behind it) is remembered by its match, [B, W, S] i32: how many of the
-  path's newest tokens the tokens up to each position copy. When the path grows by a token, the copies that continue
-  with it grow by one and move one position on; all others end.
+  A path is the text followed by drafted tokens. Its match, [B, W, S] i32, holds for each position of the text how many
+  of the path's newest tokens equal the tokens that end there. When the path grows by a token, matches that continue
+  with it grow by one and move on by one position; all others become 0.
   """
 
   text: jax.Array  # [B, S] i32
-  newest: jax.Array  # [B] i32, where its last token stands
+  newest: jax.Array  # [B] i32, the position of the last token
 
   def match(self) -> jax.Array:
-    """Match the end of the text itself: [B, 1, S] i32."""
+    """Match the end of the text: [B, 1, S] i32."""
     match_B1S = jnp.zeros_like(self.text)[:, None]
     for back in reversed(range(MAX_MATCH)):
       place_B1 = self.newest[:, None] - back
       token_B1 = jnp.take_along_axis(self.text, place_B1, axis=1, mode='clip')
-      match_B1S = self.extended(match_B1S, jnp.where(place_B1 >= 0, token_B1, NO_TOKEN))
+      match_B1S = self.extend(match_B1S, jnp.where(place_B1 >= 0, token_B1, NO_TOKEN))
     return match_B1S
 
-  def extended(self, match_BWS: jax.Array, token_BW: jax.Array) -> jax.Array:
-    """Match each path grown by one token: [B, W, S] i32. The newest token would match itself, so it never counts."""
+  def extend(self, match_BWS: jax.Array, token_BW: jax.Array) -> jax.Array:
+    """Extend each path's match by one token: [B, W, S] i32. The last token would match itself, so it is left out."""
     index_1S = jnp.arange(self.text.shape[1])[None]
     earlier_BS = jnp.where(index_1S < self.newest[:, None], self.text, NO_TOKEN)
     agrees_BWS = (earlier_BS[:, None] == token_BW[..., None]) & (token_BW[..., None] != NO_TOKEN)
     before_BWS = jnp.pad(match_BWS[..., :-1], ((0, 0), (0, 0), (1, 0)))
     return jnp.where(agrees_BWS, jnp.minimum(before_BWS + 1, MAX_MATCH), 0)
 
-  def after(self, match_BWS: jax.Array, weights: Sequence[Any] | jax.Array = WEIGHTS) -> Evidence:
-    """Find what followed the longest earlier match of each path; of equally long ones, the latest.
+  def find_next(self, match_BWS: jax.Array, weights: Sequence[Any] | jax.Array = WEIGHTS) -> Evidence:
+    """Find the token that followed the longest earlier match of each path; of equally long matches, the latest.
 
     Args:
-      match_BWS: [B, W, S] i32, of the paths.
+      match_BWS: [B, W, S] i32, matches of the paths.
       weights: two f32 numbers, first and growth; see `WEIGHTS`.
     """
     first, growth = weights

@@ -1,7 +1,8 @@
-"""A drafter without weights: the tokens that followed earlier matches of the text's end, and nothing else.
+"""A drafter without weights, which drafts tokens that followed earlier matches in the text.
 
-Prompt lookup decoding (Saxena, 2023) as a tree: each node offers what followed the longest earlier matches of its path,
-the latest first among equally long ones. It pays where a text repeats its prompt or itself, as in edits and summaries.
+Prompt lookup decoding (Saxena, 2023) as a tree: each node offers the tokens that followed the longest earlier matches
+of its path, the latest first among equally long ones. It pays off where a text repeats its prompt or itself, as in
+edits and summaries.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from eagle_jax.tree import NO_TOKEN, Candidates
 
 @dataclasses.dataclass(frozen=True)
 class NgramConfig:
-  """What the drafter knows of its target."""
+  """The target's sizes that the drafter must match."""
 
   vocab_size: int
   target_width: int
@@ -33,17 +34,17 @@ class NgramConfig:
 
   @property
   def num_ids(self) -> int:
-    """Ids that it may draft."""
+    """Number of ids that it may draft."""
     return self.vocab_size
 
   def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-    """It reads nothing of the target."""
+    """Return no layers: the drafter reads no activations of the target."""
     return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Ngram:
-  """A `draft.interface.DraftNetwork` whose state is empty: all that it needs is the text in its context."""
+  """The n-gram drafter as a `draft.interface.DraftNetwork`; its state is empty, since the context holds the text."""
 
   config: NgramConfig
   dtype: Any = jnp.float32
@@ -55,12 +56,12 @@ class Ngram:
     return state
 
   def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, context: DraftContext) -> Candidates:
-    """Grow every sequence's candidates from the matches of their paths."""
+    """Grow every sequence's candidates from the matches of its paths."""
     lookup = context.lookup
 
     def step(match_BWS, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, jax.Array]:
       match_BWS = jnp.take_along_axis(match_BWS, frontier.parent_slot[..., None], axis=1, mode='clip')
-      match_BWS = lookup.extended(match_BWS, frontier.token)
+      match_BWS = lookup.extend(match_BWS, frontier.token)
       return suggest(lookup, match_BWS, fanout), match_BWS
 
     match_B1S = lookup.match()
@@ -71,13 +72,13 @@ class Ngram:
 def suggest(lookup: TextLookup, match_BWS: jax.Array, fanout: int) -> Children:
   """Find `fanout` different tokens that followed the longest earlier matches of each path, longest first.
 
-  Their log-probabilities are a softmax over the weights of their matches (see `lookup.WEIGHTS`) and a 0 for any other
-  token.
+  Their log-probabilities are a softmax over the weights of their matches (see `lookup.WEIGHTS`) and one logit of 0 that
+  stands for all other tokens.
 
   Args:
     lookup: the text.
-    match_BWS: [B, W, S] i32, of the paths.
-    fanout: C, static; where fewer tokens followed matches, the others are NO_TOKEN with -inf.
+    match_BWS: [B, W, S] i32, matches of the paths.
+    fanout: C, static; where fewer tokens followed matches, the rest are NO_TOKEN with -inf.
   """
   num_places = match_BWS.shape[2]
   place_11S = jnp.arange(num_places)[None, None]

@@ -1,4 +1,4 @@
-"""Plain decoding: the same loop with nothing drafted."""
+"""The drafter of plain decoding, which drafts nothing, so that the decode loop is the same."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from eagle_jax.tree import Candidates, root_only
 
 @dataclasses.dataclass(frozen=True)
 class NoDrafter:
-  """Draft nothing and remember nothing: a `draft.interface.DraftNetwork` for plain decoding."""
+  """A `draft.interface.DraftNetwork` that drafts nothing and has no state."""
 
   def start(self, params, token_BL, taps, length_B, num_slots: int) -> Any:
     return ()

@@ -1,4 +1,4 @@
-"""A question answered both ways, plainly and speculatively: a line of the benchmark's log."""
+"""Records of questions answered by plain and by speculative decoding, the lines of a benchmark's log."""
 
 import json
 from typing import NamedTuple
@@ -7,10 +7,10 @@ from eagle_jax.decode.generate import Generation
 
 
 class Timed(NamedTuple):
-  """One answer, and how long it took, compiling apart."""
+  """One answer and the time it took, without compiling."""
 
   tokens: list[int]
-  num_accepted: list[int]  # by target pass; see `decode.Generation`
+  num_accepted: list[int]  # for each target pass; see `decode.Generation`
   nodes_per_pass: float
   levels_per_pass: float
   prefill_s: float
@@ -23,7 +23,7 @@ class Timed(NamedTuple):
 
 
 class Answered(NamedTuple):
-  """A turn of a question, answered both ways."""
+  """One turn of a question, answered by plain and by speculative decoding."""
 
   task: str
   question_id: str
@@ -34,12 +34,14 @@ class Answered(NamedTuple):
   prompt: list[int]  # tokens, earlier turns included
   plain: Timed
   spec: Timed
-  gap: float | None  # where the texts part, between plain decoding's two best perturbed logits; None: they are equal
+  gap: float | None  # between plain decoding's two best perturbed logits where the texts diverge; None if they do not
 
   @classmethod
   def parse(cls, line: str) -> 'Answered':
+    """Read a line of the log."""
     fields = json.loads(line)
     return cls(**{**fields, 'plain': Timed(**fields['plain']), 'spec': Timed(**fields['spec'])})
 
-  def line(self) -> str:
+  def to_line(self) -> str:
+    """Format as a line of the log."""
     return json.dumps({**self._asdict(), 'plain': self.plain._asdict(), 'spec': self.spec._asdict()}) + '\n'

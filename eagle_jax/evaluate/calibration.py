@@ -1,4 +1,4 @@
-"""Is the drafter's confidence the probability of acceptance? EAGLE-2 stands on it (arXiv:2406.16858, section 3.2)."""
+"""Compare the drafter's confidence with acceptance: EAGLE-2 relies on their match (arXiv:2406.16858, section 3.2)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,21 +15,21 @@ from eagle_jax.policy.trees import TreePolicy
 
 
 class Reliability(NamedTuple):
-  """Confidence against acceptance, in n bins of equal width."""
+  """Acceptance by confidence, in n bins of equal width."""
 
   confidence: np.ndarray  # [n] f64, mean of the bin; NaN where it is empty
-  acceptance: np.ndarray  # [n] f64, share accepted
+  acceptance: np.ndarray  # [n] f64, share of its nodes accepted; NaN where it is empty
   num_nodes: np.ndarray  # [n] i64
 
   @property
   def expected_error(self) -> float:
-    """Mean distance of the two, by nodes: the expected calibration error."""
+    """The expected calibration error: the mean distance of the two, weighted by nodes."""
     distance = np.abs(self.confidence - self.acceptance)
     return float(np.average(distance[self.num_nodes > 0], weights=self.num_nodes[self.num_nodes > 0]))
 
 
 def reliability(nodes: Nodes, *, num_bins: int = 20) -> Reliability:
-  """How often drafted tokens are accepted, by the drafter's confidence in each, given that their parent was."""
+  """Bin drafted tokens whose parent was accepted by the drafter's confidence, and count how many are accepted."""
   confidence, is_accepted = np.exp(nodes.log_p[nodes.is_tried]), nodes.is_accepted[nodes.is_tried]
   bins = np.clip((confidence * num_bins).astype(int), 0, num_bins - 1)
   num_nodes = np.bincount(bins, minlength=num_bins)
@@ -40,14 +40,14 @@ def reliability(nodes: Nodes, *, num_bins: int = 20) -> Reliability:
 
 
 def acceptance_by_rank(nodes: Nodes) -> np.ndarray:
-  """[C] f64: the share of tried nodes accepted, by their rank among their siblings; NaN where there is none."""
+  """Compute the share of tried nodes accepted, by rank among siblings: [C] f64; NaN where a rank has none."""
   rank, is_accepted = nodes.rank[nodes.is_tried], nodes.is_accepted[nodes.is_tried]
   with np.errstate(invalid='ignore'):
     return np.bincount(rank, weights=is_accepted) / np.bincount(rank)
 
 
-class Said(NamedTuple):
-  """An answer, and what it was drawn with."""
+class AnswerTokens(NamedTuple):
+  """The tokens of an answer, and how they were sampled."""
 
   id: int  # keys the noise
   prompt: Sequence[int]  # tokens
@@ -56,38 +56,38 @@ class Said(NamedTuple):
   seed: int = 0
 
 
-def examples(target: Target, all_said: Sequence[Said]) -> list[Example]:
-  """Answers with the features of a target pass over each, ready to be traced."""
-  texts = [np.asarray([*said.prompt, *said.answer], np.int32) for said in all_said]
-  made = features(target, [text[:-1].tolist() for text in texts])
+def make_examples(target: Target, answers: Sequence[AnswerTokens]) -> list[Example]:
+  """Make examples for `trace` of answers, with features from one target pass over each."""
+  texts = [np.asarray([*one.prompt, *one.answer], np.int32) for one in answers]
+  computed = features(target, [text[:-1].tolist() for text in texts])
   return [
-    Example(said.id, text, np.arange(len(text)) >= len(said.prompt), feature, said.temperature, said.seed)
-    for said, text, feature in zip(all_said, texts, made, strict=True)
+    Example(one.id, text, np.arange(len(text)) >= len(one.prompt), feature, one.temperature, one.seed)
+    for one, text, feature in zip(answers, texts, computed, strict=True)
   ]
 
 
 def calibrate(
   target: Target, drafter: Drafter, answers: Sequence[Answered], *, policy: TreePolicy, seed: int
 ) -> dict[str, Any]:
-  """What became of every node that `policy` would have drafted along plain decoding's answers.
+  """Calibrate the drafter on the nodes that `policy` would have drafted along plain decoding's answers.
 
   Returns:
-    `expected_error`; `acceptance_by_rank`; `below_0.05` and `above_0.95`, the acceptance of tokens of such confidence
+    `expected_error`; `acceptance_by_rank`; `below_0.05` and `above_0.95`, the acceptance of tokens with such confidence
     (the paper found 0.04 and 0.98); and the bins, `confidence`, `acceptance`, `num_nodes`.
   """
   once = [answer for answer in answers if answer.repeat == 0]
-  said = [Said(answer.row_id, answer.prompt, answer.plain.tokens, answer.temperature, seed) for answer in once]
-  nodes = observe(target, drafter, examples(target, said), policy=policy)
+  texts = [AnswerTokens(one.row_id, one.prompt, one.plain.tokens, one.temperature, seed) for one in once]
+  nodes = observe(target, drafter, make_examples(target, texts), policy=policy)
   bins = reliability(nodes)
   return {
     'expected_error': bins.expected_error,
-    'below_0.05': _plain(bins.acceptance)[0],
-    'above_0.95': _plain(bins.acceptance)[-1],
-    'acceptance_by_rank': _plain(acceptance_by_rank(nodes)),
-    **{name: _plain(getattr(bins, name)) for name in Reliability._fields},
+    'below_0.05': _nan_to_none(bins.acceptance)[0],
+    'above_0.95': _nan_to_none(bins.acceptance)[-1],
+    'acceptance_by_rank': _nan_to_none(acceptance_by_rank(nodes)),
+    **{name: _nan_to_none(getattr(bins, name)) for name in Reliability._fields},
   }
 
 
-def _plain(x_n: np.ndarray) -> list[float | None]:
-  """For JSON, which has no NaN."""
+def _nan_to_none(x_n: np.ndarray) -> list[float | None]:
+  """Convert to a list for JSON, which has no NaN."""
   return [None if np.isnan(x) else x for x in x_n.tolist()]

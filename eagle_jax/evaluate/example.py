@@ -1,4 +1,4 @@
-"""A recorded conversation: what drafters are trained and evaluated on."""
+"""Recorded conversations, which drafters are trained and evaluated on."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 class Example(NamedTuple):
-  """A conversation with its answers. The newest token has no feature: no pass saw it."""
+  """A conversation with its answers. The last token has no feature, since no pass has read it."""
 
-  id: int  # with `seed`, keys the noise of its answers
+  id: int  # keys the noise of its answers, with `seed`
   token: np.ndarray  # [n + 1] i32
-  is_answer: np.ndarray  # [n + 1] bool, what the assistant said itself, its EOS included
-  feature: np.ndarray  # [n, D] bf16, last hidden state after the final norm; [n, 0] where they are not stored
-  temperature: float = 0.0  # that its answers were drawn at
+  is_answer: np.ndarray  # [n + 1] bool, tokens that the assistant generated, EOS included
+  feature: np.ndarray  # [n, D] bf16, last hidden state after the final norm; [n, 0] if features are not stored
+  temperature: float = 0.0  # at which its answers were sampled
   seed: int = 0

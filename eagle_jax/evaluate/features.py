@@ -1,4 +1,4 @@
-"""The target's features of whole texts."""
+"""Compute the target's features of whole texts."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.sharding import fetched, mesh_of, row_axis_size, using
+from eagle_jax.sharding import batch_axis_size, fetched, mesh_of, using
 
 _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
 
@@ -18,7 +18,7 @@ _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds th
 def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
   """Compute the features [n, D] bf16 of each text of n tokens, in passes over texts of about the same length."""
   network = target.network
-  unit = row_axis_size(mesh_of(target.params))  # every device has as many texts as the others
+  unit = batch_axis_size(mesh_of(target.params))  # every device has as many texts as the others
   sizes = [bucket(len(text)) for text in texts]
   found: dict[int, np.ndarray] = {}
   for size in sorted(set(sizes)):
@@ -35,5 +35,5 @@ def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]
 
 @functools.partial(jax.jit, static_argnames='network')
 def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget) -> jax.Array:
-  """[B, L, D] bf16"""
+  """Compute features [B, L, D] bf16 in one pass over whole texts."""
   return network.read(params, token_BL).feature.transpose(1, 2, 0).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Pairs of known shapes with random weights: what a cycle costs does not depend on what the weights say."""
+"""Pairs of known shapes with random weights, for timing: a step's cost does not depend on the weights' values."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ NAMES = tuple(_SIZES)
 
 
 def configs(name: str, *, draft_vocab_size: int | None = None) -> tuple[TargetConfig, DrafterConfig]:
-  """Those of a target and of an EAGLE-2 drafter for it.
+  """Return the configs of a target and of an EAGLE-2 drafter for it.
 
   Args:
     name: one of `NAMES`.
@@ -55,14 +55,14 @@ def random_pair(
   draft_vocab_size: int | None = None,
   mesh: Mesh | None = None,
 ) -> tuple[Target, Drafter]:
-  """A target and its drafter; the weights are made where they lie. See `configs`, `hub.load_target`, `load_drafter`.
+  """Make a target and its drafter, with weights made on their devices; see `configs` and `hub.load_target`.
 
   Raises:
     ValueError: the draft vocabulary is larger than the target's.
   """
   target, drafter = configs(name, draft_vocab_size=draft_vocab_size)
 
-  def made(network: TransformerTarget | Eagle, key: jax.Array) -> dict[str, Any]:
+  def make_params(network: TransformerTarget | Eagle, key: jax.Array) -> dict[str, Any]:
     shapes = jax.eval_shape(network.init_params, key)
     places = None if mesh is None else param_shardings(shapes, mesh)
     return jax.jit(network.init_params, out_shardings=places)(key)
@@ -70,10 +70,10 @@ def random_pair(
   target_key, drafter_key = jax.random.split(jax.random.key(0))
   is_rounded = dtype == 'int8'
   dtype = default_compute_dtype() if is_rounded else dtype
-  target_params = made(TransformerTarget(target, jnp.dtype(dtype)), target_key)
+  target_params = make_params(TransformerTarget(target, jnp.dtype(dtype)), target_key)
   floats = dtype if drafter_dtype in (None, 'int8') else drafter_dtype
-  params = made(Eagle(drafter, jnp.dtype(floats)), drafter_key)
-  if draft_vocab_size is not None:  # as `first_ids`, and with a name of its own: what it costs is stored by that
+  params = make_params(Eagle(drafter, jnp.dtype(floats)), drafter_key)
+  if draft_vocab_size is not None:  # as `first_ids`, and with its own name, since costs are stored by name
     params['ids'] = jnp.arange(draft_vocab_size, dtype=jnp.int32)
     drafter = dataclasses.replace(drafter, name=f'{drafter.name}-{draft_vocab_size}')
   head = Drafter(drafter, params)

@@ -1,10 +1,12 @@
-"""Cost-aware trees: at every step, weigh the tokens that a level or a node may bring against its time.
+"""Cost-aware trees: at every step, weigh the tokens that a level or a node is expected to bring against its time.
 
-Decoding yields some number of tokens in the time of a plain step. A node whose value (the probability that it is
-accepted) is below that number times the plain steps that it adds costs more tokens than it brings; so does a level.
-With the number that the best policy itself yields, its speedup, that rule maximises tokens over time (Dinkelbach's
-method for ratios). CAST (arXiv:2510.26577) sets such numbers by hand, one for levels and one for nodes:
-`Adaptive.thresholds`.
+Let a threshold c be the tokens that decoding yields in the time of a plain step. A node is worth verifying if
+
+    P(accepted) > c * (milliseconds it adds) / (milliseconds of a plain step)
+
+and a level is worth drafting by the same rule, summed over its nodes. With c equal to the speedup of the best policy,
+the rule maximises tokens over time (Dinkelbach's method for ratios). CAST (arXiv:2510.26577) sets two such thresholds
+by hand, one for levels and one for nodes: `Adaptive.thresholds`.
 """
 
 import dataclasses
@@ -20,36 +22,36 @@ from eagle_jax.tree import Candidates
 
 
 class StepCosts(NamedTuple):
-  """What drafting and verifying take behind a cache of some size. Milliseconds."""
+  """Milliseconds of drafting and verifying with a cache of a given size."""
 
   plain_ms: jax.Array  # [] f32, a step of plain decoding
   verify_ms: jax.Array  # [Z] f32, a target pass over each of the policy's sizes
-  draft_ms: jax.Array  # [d] f32, drafting the children of the frontier at depth d; the first is never left out
+  draft_ms: jax.Array  # [d] f32, drafting the children of the frontier at depth d; depth 0 is always drafted
 
 
 class AcceptanceModel(NamedTuple):
-  """How likely drafted nodes are accepted, in text of some temperature."""
+  """Probabilities that drafted nodes are accepted, for text sampled at a given temperature."""
 
   growth: jax.Array  # [d] f32, expected tokens below a frontier at depth d, over the summed values of the frontier
-  log_q: jax.Array  # [X] f32, ascending, nats
-  value: jax.Array  # [X] f32, the share of nodes with a path of that log-probability that are accepted
+  log_q: jax.Array  # [X] f32, path log-probabilities, ascending, nats
+  value: jax.Array  # [X] f32, the share of nodes with that path log-probability that are accepted
 
   def values(self, log_q: jax.Array) -> jax.Array:
-    """Interpolate probabilities of acceptance; 0 for unused nodes."""
+    """Interpolate the probability of acceptance; 0 for unused nodes. Same shape as `log_q`."""
     return jnp.where(log_q > -jnp.inf, jnp.interp(log_q, self.log_q, self.value), 0)
 
 
 class CostModel(NamedTuple):
-  """What the rules of `Adaptive` read at one step."""
+  """Costs and acceptance at one step, as the rules of `Adaptive` read them."""
 
-  level_tokens: jax.Array  # [] f32, what a level must bring a sequence, for each plain step's time that it takes
-  node_tokens: jax.Array  # [] f32, and what nodes must
+  level_tokens: jax.Array  # [] f32, threshold for levels: tokens a sequence must gain per plain step's time
+  node_tokens: jax.Array  # [] f32, the same threshold for nodes
   costs: StepCosts
   acceptance: AcceptanceModel
 
 
 class CostTables(NamedTuple):
-  """What was measured behind caches of several sizes, and in texts of several temperatures."""
+  """Measured costs for several cache sizes, and acceptance for several temperatures."""
 
   level_tokens: jax.Array  # as in `CostModel`
   node_tokens: jax.Array
@@ -59,27 +61,30 @@ class CostTables(NamedTuple):
   acceptance: AcceptanceModel  # every field with a leading axis Y
 
   def at(self, *, num_slots: Any, temperature: jax.Array) -> CostModel:
-    """Interpolate linearly. Temperatures beyond the measured ones count as the nearest; costs of larger caches follow
-    the last line, since attention reads every slot."""
+    """Interpolate linearly to one cache size and temperature.
+
+    Temperatures outside the measured range are clamped; costs are extrapolated to larger caches, since attention reads
+    every slot.
+    """
     costs = _interpolate(self.num_slots, self.costs, num_slots, right='extrapolate')
     acceptance = _interpolate(self.temperature, self.acceptance, temperature)
     return CostModel(self.level_tokens, self.node_tokens, costs, acceptance)
 
 
 def _interpolate(knots_X: jax.Array, measured: Any, x: Any, *, right: str | None = None) -> Any:
-  """Interpolate a pytree of arrays [X, ...], measured at the knots, at `x`."""
+  """Interpolate a pytree of arrays [X, ...], measured at `knots_X`, at `x`."""
   share_X = jax.vmap(lambda own_X: jnp.interp(x, knots_X, own_X, right=right))(jnp.eye(len(knots_X)))
   return jax.tree.map(lambda each: jnp.tensordot(share_X, each, axes=1, precision='highest'), measured)
 
 
 def best_size(model: CostModel, log_q_BA: jax.Array, is_live_B: jax.Array, *, sizes: tuple[int, ...]) -> jax.Array:
-  """[] i32: which of `sizes` the sequences of a batch should verify together, the one that gains most.
+  """Choose the tree size with the largest expected gain over the batch: [] i32, an index into `sizes`.
 
   Args:
-    model: costs and values.
-    log_q_BA: [B, A] f32, of each sequence's candidates, the root among them with 0.
-    is_live_B: [B] bool, sequences that gain anything at all.
-    sizes: ascending, static, none above A.
+    model: costs and acceptance at this step.
+    log_q_BA: [B, A] f32, path log-probability of each candidate; the root's is 0.
+    is_live_B: [B] bool, sequences that are not done.
+    sizes: tree sizes, ascending, static, none above A.
   """
   best_BA, _ = jax.lax.top_k(log_q_BA, sizes[-1])
   value_BA = model.acceptance.values(best_BA).at[:, 0].set(0)  # the root itself is no gain
@@ -90,7 +95,7 @@ def best_size(model: CostModel, log_q_BA: jax.Array, is_live_B: jax.Array, *, si
 
 
 def is_level_worth(model: CostModel, level: Level) -> jax.Array:
-  """[] bool: will the children of this frontier bring more tokens than the time to draft them is worth?"""
+  """Decide whether this frontier's children are expected to bring more tokens than drafting them costs: [] bool."""
   value_B = jnp.where(level.is_live, model.acceptance.values(level.log_q).sum(axis=1), 0)
   steps = model.costs.draft_ms[level.depth] / model.costs.plain_ms
   cost = model.level_tokens * steps * level.is_live.sum().astype(jnp.float32)
@@ -99,12 +104,13 @@ def is_level_worth(model: CostModel, level: Level) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(DynamicTree):
-  """A dynamic tree that weighs costs at every step: how deep to draft, and how many nodes to verify.
+  """A dynamic tree that decides at every step, by measured cost, how deep to draft and how many nodes to verify.
 
   Attributes:
-    smaller: sizes that a target pass may have instead of `num_nodes`, root included, ascending; 1 verifies no draft.
-    thresholds: tokens that the time of a plain step must bring when it is spent on levels, and on nodes; None for the
-      speedup of the fastest policy measured, which is best on average. Another value compiles nothing.
+    smaller: tree sizes that a target pass may verify instead of `num_nodes`, root included, ascending; 1 verifies no
+      draft.
+    thresholds: tokens that a plain step's time must bring when spent on levels, and when spent on nodes; None for the
+      speedup of the fastest measured policy, which is best on average. Changing them does not recompile.
   """
 
   smaller: tuple[int, ...] = (1,)
@@ -116,16 +122,19 @@ class Adaptive(DynamicTree):
     try:
       object.__setattr__(self, 'smaller', tuple(map(operator.index, self.smaller)))
     except TypeError:
-      raise ValueError(f'Adaptive: smaller must be a list of integers, got {self.smaller!r}.') from None
+      raise ValueError(f'Adaptive: `smaller` must be a list of integers, got {self.smaller!r}.') from None
     if self.thresholds is not None:
       try:
         object.__setattr__(self, 'thresholds', tuple(map(float, self.thresholds)))
       except (TypeError, ValueError):
-        raise ValueError(f'Adaptive: thresholds must be two numbers, got {self.thresholds!r}.') from None
+        raise ValueError(f'Adaptive: `thresholds` must be two numbers, got {self.thresholds!r}.') from None
       if len(self.thresholds) != 2 or not all(0 <= tokens < math.inf for tokens in self.thresholds):
-        raise ValueError(f'Adaptive: thresholds must be two finite numbers, at least 0, got {self.thresholds}.')
+        raise ValueError(f'Adaptive: `thresholds` must be two finite numbers >= 0, got {self.thresholds}.')
     if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-      raise ValueError(f'Adaptive: sizes must ascend from at least 1 to num_nodes, the last; got {self.sizes}.')
+      raise ValueError(
+        f'Adaptive: `smaller` must be ascending sizes of at least 1 and below num_nodes={self.num_nodes}, '
+        f'got {self.smaller}.'
+      )
 
   @property
   def sizes(self) -> tuple[int, ...]:
@@ -137,7 +146,8 @@ class Adaptive(DynamicTree):
   def arrays(self, costs: Any, target: Any, drafter: Any) -> CostTables:
     if costs is None:
       raise ValueError(
-        f'{self.describe()} weighs costs, and none are stored for this device and pair: run launch/cost.py first.'
+        f'{self.describe()} needs measured costs, and none are stored for this device and pair: run launch/cost.py '
+        'first, or pass costs=.'
       )
     return costs.tables(self)
 

@@ -1,4 +1,4 @@
-"""Measured costs on disk: what `launch/cost.py` writes and `policy='auto'` finds."""
+"""Read and write measured costs: `launch/cost.py` writes them and `policy='auto'` looks them up."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eagle_jax.files import cache_folder, parse_json, replacing
-from eagle_jax.policy.costs import Calibration, Costs, Parts, Rate, Times, Vocabulary
+from eagle_jax.policy.costs import Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
 
 VERSION = 5  # of the stored form
 SHIPPED = Path(__file__).parents[1] / 'assets' / 'costs'
@@ -19,10 +19,10 @@ SHIPPED = Path(__file__).parents[1] / 'assets' / 'costs'
 log = logging.getLogger('eagle_jax')
 
 
-def write(costs: Parts, folder: Path | None = None) -> Path:
-  """Stores a measurement in place of an older one of the same device, pair, dtype and batch.
+def write(costs: Timings, folder: Path | None = None) -> Path:
+  """Store a measurement, replacing an older one of the same device, pair, dtype and batch; return its path.
 
-  `find` looks in the default folder of `Costs`; `Parts` alone, which say nothing of a gain, have another.
+  `find` looks in the default folder of `Costs`. `Timings` alone, which hold no policies, go to another folder.
   """
   folder = folder or cache_folder() / ('costs' if isinstance(costs, Costs) else 'parts')
   name = f'{costs.device}_{costs.target}_{costs.drafter}_{costs.dtype}_{costs.batch}'
@@ -34,7 +34,7 @@ def write(costs: Parts, folder: Path | None = None) -> Path:
 
 
 def read(path: Path) -> Costs | None:
-  """A stored measurement; None, with a warning, if it is of another version or damaged."""
+  """Read a stored measurement; return None, with a warning, if it is damaged or of another version."""
   return _read(path, path.stat().st_mtime_ns)
 
 
@@ -43,9 +43,9 @@ def _read(path: Path, modified: int) -> Costs | None:
   try:
     fields = parse_json(path.read_bytes(), str(path))
     if fields.pop('version') != VERSION:
-      raise ValueError(f'not version {VERSION}')
+      raise ValueError(f'its version is not {VERSION}')
     forms: dict[str, Callable[..., Any]] = {
-      'times': Times.of,
+      'times': StepTimes.of,
       'policies': Rate,
       'modelled': Rate,
       'vocabularies': Vocabulary,
@@ -56,13 +56,15 @@ def _read(path: Path, modified: int) -> Costs | None:
       fields['lookup_weights'] = tuple(fields['lookup_weights'])
     return Costs(**fields)
   except (ValueError, KeyError, TypeError) as error:
-    log.warning('%s holds no costs (%s): measure anew with launch/cost.py', path, error)
+    log.warning('ignoring %s, which holds no usable costs (%s): measure again with launch/cost.py', path, error)
     return None
 
 
 def find(*, device: str, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
-  """What was measured here for the pair, at the nearest batch (see `Costs.at_batch`); else what is shipped for such a
-  device; else None."""
+  """Find the costs of a device, pair and dtype at the nearest batch size; see `Costs.at_batch`.
+
+  Costs measured on this machine come before those shipped with the package; None if there are neither.
+  """
   for folder in (cache_folder() / 'costs', SHIPPED):
     stored = [read(path) for path in sorted(folder.glob('*.json'))]
     alike = [c for c in stored if c and (c.device, c.target, c.drafter, c.dtype) == (device, target, drafter, dtype)]

@@ -1,4 +1,4 @@
-"""The registry of policies: the names by which launchers and cost files know them."""
+"""The registry of policies: their names in launchers and cost files."""
 
 from typing import Any
 
@@ -23,4 +23,4 @@ def kind_of(policy: TreePolicy) -> str:
   for kind, form in KINDS.items():
     if type(policy) is form:
       return kind
-  raise ValueError(f'{policy.describe()} is of no registered kind: add {type(policy).__name__} to policy.kinds.KINDS.')
+  raise ValueError(f'{policy.describe()} is not a registered kind: add {type(policy).__name__} to policy.kinds.KINDS.')

@@ -1,6 +1,6 @@
 """Tree policies: how large a tree grows, which of its nodes the target verifies, and when growing stops.
 
-Sizes count as everywhere here: `num_nodes` includes the root, `max_depth` is edges from the root to the deepest leaf.
+`num_nodes` includes the root; `max_depth` is the number of edges from the root to the deepest leaf.
 """
 
 import dataclasses
@@ -25,52 +25,52 @@ EAGLE1_PATHS = (
   *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 
-MAX_DEPTH = 256  # each level is a drafter pass of every step: no text is worth as many
+MAX_DEPTH = 256  # every level is one drafter pass in every step, so deeper trees never pay off
 
 
 class Level(NamedTuple):
-  """One level of growing trees, as a policy sees it: a frontier, and its children once they are drafted."""
+  """One level of the growing trees as a policy sees it: a frontier, and its children once they are drafted."""
 
   depth: int | jax.Array  # [] i32, edges from the root to the frontier
   log_q: jax.Array  # [B, W] f32, log-probability of each frontier node's path, nats; -inf where unused
   is_live: jax.Array  # [B] bool, sequences that are not done
-  log_p: Any = None  # [B, W, C] f32, of each node's children given its path; None before they are drafted
+  log_p: Any = None  # [B, W, C] f32, log-probability of each child given its parent's path; None before drafting
 
 
 class TreePolicy:
-  """What trees to draft and how much of them to verify. Subclass it as a frozen dataclass.
+  """A rule for which trees to draft and how many of their nodes to verify. Subclass it as a frozen dataclass.
 
   A policy is part of the compiled program: it is static and hashable, and its sizes are Python integers. Numbers that
-  may change without compiling (costs, thresholds, a classifier's weights) are the pytree that `arrays` returns.
+  may change without recompiling (costs, thresholds, a classifier's weights) are the pytree that `arrays` returns.
   The defaults never stop early, rank nodes by the probability of their path, and verify `num_nodes` of them.
   """
 
   needs_costs: ClassVar[bool] = False  # whether `arrays` needs measured costs
-  lookup: Any = False  # may a drafter's network take what the text said before as evidence? See `draft.lookup`.
+  lookup: Any = False  # whether earlier matches of the text raise the drafter's logits; see `draft.lookup`
 
   @property
   def max_depth(self) -> int:
-    """Edges from the root to the deepest leaf."""
+    """Number of edges from the root to the deepest leaf."""
     raise NotImplementedError
 
   @property
   def num_nodes(self) -> int:
-    """Nodes of the largest tree that is verified, root included."""
+    """Number of nodes of the largest tree that is verified, root included."""
     raise NotImplementedError
 
   @property
   def widths(self) -> tuple[int, ...]:
-    """Frontier size at each depth 0 .. max_depth-1; the root alone first."""
+    """Frontier size at each depth 0 .. max_depth - 1; the first is 1, the root."""
     raise NotImplementedError
 
   @property
   def fanouts(self) -> tuple[int, ...]:
-    """Children that each frontier node offers, by depth."""
+    """Number of children that each frontier node offers, by depth."""
     raise NotImplementedError
 
   @property
   def sizes(self) -> tuple[int, ...]:
-    """Numbers of nodes that a target pass may be compiled for, ascending; the last is `num_nodes`."""
+    """Tree sizes that the target pass is compiled for, ascending; the last is `num_nodes`."""
     return (self.num_nodes,)
 
   def describe(self) -> str:
@@ -78,31 +78,31 @@ class TreePolicy:
     return repr(self)
 
   def static(self) -> 'TreePolicy':
-    """Return the policy without the numbers that travel in `arrays`: what a program is compiled for."""
+    """Return the policy that a program is compiled for, without the numbers that travel in `arrays`."""
     return self
 
   def arrays(self, costs: Any, target: Any, drafter: Any) -> Any:
-    """Make the pytree of arrays that the rules below read.
+    """Make the pytree of arrays that the methods below read.
 
     Args:
-      costs: `policy.costs.Costs` of this device, pair and batch, or None.
+      costs: `policy.costs.Costs` of this device, pair and batch size, or None.
       target, drafter: the pair.
 
     Raises:
-      ValueError: something that the rules need is missing.
+      ValueError: something that the methods need is missing.
     """
     return ()
 
   def at_step(self, arrays: Any, *, num_slots: int, temperature: jax.Array) -> Any:
-    """Reduce `arrays` to what holds for one step: a cache of `num_slots` slots, text of a mean temperature."""
+    """Reduce `arrays` to one step, given the number of cache slots and the batch's mean temperature."""
     return arrays
 
   def score(self, arrays: Any, level: Level) -> jax.Array:
-    """[B, W, C] f32: rank the children of a frontier. -inf: not offered. No child may outscore its parent."""
+    """Rank a frontier's children: [B, W, C] f32, -inf for a child not offered. No child may outscore its parent."""
     return level.log_q[..., None] + level.log_p
 
   def keep_going(self, arrays: Any, level: Level) -> jax.Array | None:
-    """[] bool: should the children of this frontier be drafted? None: always. Not asked at the root."""
+    """Decide whether to draft the children of this frontier: [] bool, or None for always. Not called at the root."""
     return None
 
   def select(self, arrays: Any, candidates: Candidates, is_live_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -111,17 +111,17 @@ class TreePolicy:
     Args:
       arrays: as `at_step` returns them.
       candidates: [B, A] fields.
-      is_live_B: [B] bool.
+      is_live_B: [B] bool, sequences that are not done.
 
     Returns:
-      [] i32, an index into `sizes`; and [B, A] f32, what ranks the candidates: the best of each sequence are verified,
+      [] i32, an index into `sizes`; and [B, A] f32, a score for each candidate: the best of each sequence are verified,
       those with -inf never.
     """
     return jnp.int32(0), candidates.score
 
 
 def level_starts(policy: TreePolicy) -> list[int]:
-  """The first candidate's number of each level below the root, and behind them the number of all candidates."""
+  """List the number of the first candidate of each level below the root, then the total number of candidates."""
   sizes = (width * fanout for width, fanout in zip(policy.widths, policy.fanouts, strict=True))
   return list(itertools.accumulate(sizes, initial=1))
 
@@ -131,21 +131,22 @@ def _is_count(n: Any) -> bool:
 
 
 def _require_valid(policy, *sizes: str) -> None:
-  """ValueError unless these fields are counts, no deeper than `MAX_DEPTH`, and `lookup` says yes or no."""
+  """Raise a ValueError unless `sizes` are counts, `max_depth` is at most `MAX_DEPTH`, and `lookup` is a bool."""
   name, given = type(policy).__name__, {size: getattr(policy, size) for size in sizes}
   if bad := {size: n for size, n in given.items() if not _is_count(n)}:
-    raise ValueError(f'{name}: these must be integers, at least 1: {bad}.')
-  for size, n in given.items():  # Python's: what is computed with NumPy's of few bits would overflow
+    fields = ', '.join(f'`{size}` = {n!r}' for size, n in bad.items())
+    raise ValueError(f'{name}: sizes must be integers of at least 1, got {fields}.')
+  for size, n in given.items():  # Python integers: products of NumPy's small integers would overflow
     object.__setattr__(policy, size, int(n))
   if policy.max_depth > MAX_DEPTH:
-    raise ValueError(f'{name}: max_depth is {policy.max_depth}; at most {MAX_DEPTH} is needed. Lower it.')
+    raise ValueError(f'{name}: `max_depth` must be between 1 and {MAX_DEPTH}, got {policy.max_depth}.')
   if not isinstance(policy.lookup, bool):
-    raise ValueError(f'{name}: lookup is {policy.lookup!r}; True or False is needed.')
+    raise ValueError(f'{name}: `lookup` must be True or False, got {policy.lookup!r}.')
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain(TreePolicy):
-  """Draft nothing: plain decoding."""
+  """Plain decoding: nothing is drafted."""
 
   max_depth = 0
   num_nodes = 1
@@ -158,14 +159,14 @@ class Plain(TreePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree(TreePolicy):
-  """EAGLE-2: grow where the drafter's path probability is high, then keep the best nodes of all (arXiv:2406.16858).
+  """EAGLE-2's tree: grow where the drafter's path probability is high, then keep the best nodes (arXiv:2406.16858).
 
   Attributes:
     width: nodes expanded at each depth.
-    fanout: children each of them offers.
-    max_depth: edges from root to deepest leaf; the reference's `depth` is one less.
+    fanout: children that each of them offers.
+    max_depth: edges from the root to the deepest leaf; the reference's `depth` is one less.
     num_nodes: nodes kept for the target pass, root included: the reference's `total_token`.
-    lookup: also draft what followed an earlier match of the text (`draft.lookup`; no part of EAGLE-2).
+    lookup: also draft what followed an earlier match of the text (`draft.lookup`; not part of EAGLE-2).
   """
 
   width: int = 10
@@ -179,8 +180,8 @@ class DynamicTree(TreePolicy):
     *_, offered = level_starts(self)
     if self.num_nodes > offered:
       raise ValueError(
-        f'{self.describe()} asks for {self.num_nodes} nodes, but growing offers only {offered} (root included). '
-        'Lower num_nodes or raise width, fanout or max_depth.'
+        f'{self.describe()}: `num_nodes` must be at most {offered}, the nodes that these sizes can grow (root '
+        f'included), got {self.num_nodes}. Lower num_nodes, or raise width, fanout or max_depth.'
       )
 
   @functools.cached_property
@@ -202,7 +203,7 @@ class DynamicTree(TreePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(TreePolicy):
-  """Draft the likeliest token, then the likeliest after it, `max_depth` times; `lookup` as in `DynamicTree`."""
+  """A chain of `max_depth` tokens, each the likeliest after the one before; `lookup` as in `DynamicTree`."""
 
   max_depth: int = 4
   lookup: bool = False
@@ -228,7 +229,7 @@ class Chain(TreePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class StaticTree(TreePolicy):
-  """A tree fixed beforehand, as EAGLE-1 and Medusa use: each node a path of sibling ranks (0 is the likeliest)."""
+  """A fixed tree, as EAGLE-1 and Medusa use: each node is a path of sibling ranks (0 is the likeliest)."""
 
   paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
 
@@ -236,14 +237,16 @@ class StaticTree(TreePolicy):
     try:
       object.__setattr__(self, 'paths', tuple(tuple(map(operator.index, path)) for path in self.paths))
     except TypeError:
-      raise ValueError(f'StaticTree: paths {self.paths!r:.80} came; needed is a list: [(0,), (0, 0)].') from None
+      raise ValueError(
+        f'StaticTree: `paths` must be a list of tuples of integers such as [(0,), (0, 0)], got {self.paths!r:.80}.'
+      ) from None
     known = {(), *self.paths}
     is_set = () not in self.paths and len(known) == len(self.paths) + 1 > 1
     orphans = [path for path in self.paths if path and path[:-1] not in known]
     if not is_set or orphans or any(rank < 0 for path in self.paths for rank in path):
       raise ValueError(
-        f'StaticTree: {len(self.paths)} paths came; needed are one or more distinct, non-empty paths of ranks >= 0, '
-        f'with the parent of each. Paths without their parent: {orphans}. The root is implied; leave it out.'
+        f'StaticTree: `paths` must be one or more distinct, non-empty paths of ranks >= 0, with the parent of each '
+        f'(the root is implied; leave it out), got {self.paths!r:.80}. Paths without their parent: {orphans}.'
       )
     _require_valid(self)
 
@@ -257,7 +260,7 @@ class StaticTree(TreePolicy):
 
   @functools.cached_property
   def _levels(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Nodes by depth, the root's level first; in each level those with children first, since they are the frontier."""
+    """Paths by depth, root first; within a level, nodes with children come first, since they are the frontier."""
     parents = {path[:-1] for path in self.paths}
     levels: list[tuple[tuple[int, ...], ...]] = [((),)]
     for depth in range(1, self.max_depth + 1):
@@ -276,7 +279,7 @@ class StaticTree(TreePolicy):
 
   @functools.cached_property
   def _scores(self) -> np.ndarray:
-    """[d, W, C] f32, by depth of the parent, its slot, and the child's rank."""
+    """Scores [d, W, C] f32 by the parent's depth, the parent's frontier slot, and the child's rank."""
     scores = np.full((self.max_depth, max(self.widths), max(self.fanouts)), -np.inf, np.float32)
     children = [path for level in self._levels[1:] for path in level]
     for number, path in enumerate(children, start=1):
@@ -284,7 +287,7 @@ class StaticTree(TreePolicy):
     return scores
 
   def score(self, arrays: Any, level: Level) -> jax.Array:
-    """The later in the template, the lower; ranks outside it never count."""
+    """Score children by their place in the tree, earlier ones higher; -inf for ranks outside it."""
     *_, width, fanout = level.log_p.shape
     score_WC = jnp.asarray(self._scores)[level.depth, :width, :fanout]
     return jnp.broadcast_to(score_WC, level.log_p.shape)

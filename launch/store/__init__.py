@@ -1,9 +1,9 @@
-"""Compiled programs on disk, found without tracing.
+"""Store compiled programs on disk, and find them without tracing.
 
-JAX's compilation cache is asked with a lowered program, so tracing and lowering come first. Here a file is found by the
-arguments; it holds a program of the same sources, versions, settings and machine, or is replaced. For a process that
-writes a text and ends: it starts sooner than with JAX's cache, and instead of it, for XLA:CPU cannot write a program a
-second time that it has read.
+JAX's compilation cache is keyed by the lowered program, so it needs tracing and lowering first. Here a file is found by
+the arguments; if its sources, versions, settings or machine differ, it is replaced. A process that writes one text and
+ends starts sooner this way than with JAX's cache. The two exclude each other, since XLA:CPU cannot serialize a program
+that it has loaded.
 
 The files are pickles of machine code: whoever can write them can run code. So the folder belongs to its user alone.
 """
@@ -33,13 +33,13 @@ _FLAGS = 'XLA_FLAGS', 'LIBTPU_INIT_ARGS'
 
 
 class ProgramFolder:
-  """A `decode.program.ProgramStore` in a folder: programs for one device, of this package's networks and policies.
+  """A `decode.program.ProgramStore` in a folder, for programs on one device with this package's networks and policies.
 
-  Changed source files are noticed; functions that the process itself replaced are not.
+  Changed source files are noticed; functions that were replaced within the process are not.
   """
 
   def __init__(self, folder: str | os.PathLike):
-    """Make the folder, for its user alone, if it is not there.
+    """Create the folder, accessible to its user alone, unless it exists.
 
     Raises:
       ValueError: it belongs to another user, or others can write to it.
@@ -54,18 +54,18 @@ class ProgramFolder:
     return place.read() if place else None
 
   def write(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable, compiled: Any) -> None:
-    """Keep a program, if it can be kept; see `decode.program.ProgramStore`."""
+    """Store a program, unless that is impossible; see `decode.program.ProgramStore`."""
     if place := self.place(name, leaves, static, key):
       place.write(compiled)
 
   def place(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable) -> 'Place | None':
-    """Find where a program belongs; None where it is not kept.
+    """Find the file for a program; None if the program is not stored.
 
     Args:
-      name: the function's.
-      leaves: its arguments' arrays.
+      name: of the function.
+      leaves: the arrays in its arguments.
       static: its static arguments.
-      key: all that the program depends on; its `repr` says so.
+      key: everything that the program depends on, distinguished by its `repr`.
     """
     devices = set().union(*(x.sharding.device_set for x in leaves if getattr(x, 'sharding', None)))
     settings = jax.config.values
@@ -80,14 +80,14 @@ class ProgramFolder:
 
 
 class Place(NamedTuple):
-  """Where a program lies on disk, or will."""
+  """The file of one program."""
 
   path: Path
-  origin: str  # what else the program depends on
+  origin: str  # identifies sources, versions, settings and machine that the program was compiled with
   device: jax.Device
 
   def read(self) -> Callable | None:
-    """Load the program, if it is there and has this origin."""
+    """Load the program, if the file exists and has this origin."""
     try:
       origin, program, in_tree, out_tree = pickle.loads(self.path.read_bytes())
       if origin != self.origin:
@@ -96,28 +96,28 @@ class Place(NamedTuple):
       return deserialize_and_load(program, in_tree, out_tree, execution_devices=[self.device])
     except FileNotFoundError:
       return None
-    except Exception as error:  # noqa: BLE001 whatever may be wrong with a file, its program can be compiled
-      log.warning('%s holds no program (%s: %s)', self.path, type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 whatever is wrong with a file, its program can be compiled again
+      log.warning('ignoring %s, which holds no usable program (%s: %s)', self.path, type(error).__name__, error)
       return None
 
   def write(self, compiled: Any) -> None:
-    """Write the program; one that cannot be kept runs all the same."""
+    """Write the program; log a warning if that is impossible, since it can run without being stored."""
     try:
       with replacing(self.path) as temporary:
         temporary.write_bytes(pickle.dumps((self.origin, *serialize(compiled))))
     except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-      log.warning('%s is not kept (%s: %s)', self.path.name, type(error).__name__, error)
+      log.warning('%s is not stored (%s: %s)', self.path.name, type(error).__name__, error)
 
 
 def require_private(folder: Path) -> None:
-  """Raise a ValueError if somebody else owns the folder or can write to it: what lies in it is executed."""
+  """Raise a ValueError if another user owns the folder or can write to it, since its programs are executed."""
   if not hasattr(os, 'getuid'):  # Windows has no such modes
     return
   found = folder.stat()
   if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
     raise ValueError(
-      f'{folder} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}, and compiled programs in it '
-      f'would be executed. Make it yours alone: chmod 700 {folder}, or name another in EAGLE_JAX_CACHE.'
+      f'{folder} must be yours and writable for you alone, since compiled programs in it are executed, got owner '
+      f'{found.st_uid} and mode {stat.filemode(found.st_mode)}: chmod 700 {folder}, or set EAGLE_JAX_CACHE to another.'
     )
 
 
@@ -129,8 +129,10 @@ def source_digest() -> str:
 
 
 def _is_ours(value: Any) -> bool:
-  """Do the sources and the `repr` cover all that a static argument does? Of numbers, names, tuples of them, and this
-  package's dataclasses they do."""
+  """Do the sources and the `repr` determine this static argument?
+
+  They do for numbers, names, tuples of them, and this package's dataclasses.
+  """
   if dataclasses.is_dataclass(value):
     fields = (getattr(value, field.name) for field in dataclasses.fields(value))
     return type(value).__module__.startswith('eagle_jax.') and all(map(_is_ours, fields))

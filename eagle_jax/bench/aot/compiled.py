@@ -1,6 +1,6 @@
-"""What the compiler says of a decode step for devices that need not be there: bytes, FLOPs, its own estimate of time.
+"""Compile a decode step for devices that need not be present, and read the compiler's bytes, FLOPs and estimated times.
 
-Only shapes go in, nothing is allocated and nothing runs.
+Only shapes go in; nothing is allocated and nothing runs.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.bench.aot.hlo import bytes_moved, estimated_cycles, num_kernels
-from eagle_jax.bench.tune import Blank, bytes_read
+from eagle_jax.bench.tune import EmptyTrees, bytes_read
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import Params, Spec
@@ -33,20 +33,20 @@ NO_COPIES_AHEAD = {'xla_msa_enable': 'false'}
 
 
 class Estimate(NamedTuple):
-  """The compiler's numbers of a program, of one device; NaN where it gives none, as XLA:GPU of FLOPs and times."""
+  """The compiler's numbers for a program on one device; NaN where it gives none, as XLA:GPU for FLOPs and times."""
 
-  bytes_needed: float  # weights, and the cache behind the text: once a pass, see `ShapedPair.bytes_needed`
-  bytes_moved: float  # over the main memory's bus, as the compiler placed the buffers: on a GPU all of them there
-  bytes_accessed: float  # by all operations, as if none of their results stayed in fast memory until the next
+  bytes_needed: float  # weights and caches, once a pass; see `ShapedPair.bytes_needed`
+  bytes_moved: float  # over the main memory's bus, as the compiler placed the buffers; on a GPU all are in main memory
+  bytes_accessed: float  # by all operations, as if no result stayed in fast memory
   flops: float
-  optimal_s: float  # bytes or FLOPs at the device's rates, whichever take longer; NaN if < 0, too
-  cycles: float  # sum of the compiler's estimates of operations as it placed them, our kernels left out
+  optimal_s: float  # the longer of bytes and FLOPs at the device's rates; NaN also if negative
+  cycles: float  # sum of the compiler's estimates for its operations, without our own kernels
   num_kernels: float  # operations that run one after the other
   temporary_bytes: float
 
   @classmethod
   def of(cls, counted: Any, placed: Any, bytes_needed: float) -> 'Estimate':
-    """Of a program compiled with NO_COPIES_AHEAD, and as it would run."""
+    """Combine a program compiled with NO_COPIES_AHEAD and the same program as it would run."""
     cost, hlo = counted.cost_analysis() or {}, placed.as_text()
     optimal_s = cost.get('optimal_seconds', np.nan)
     return cls(
@@ -72,10 +72,10 @@ class ShapedPair:
   batch: int = 1
   max_new_tokens: int = 128
   dtype: Any = jnp.bfloat16
-  is_quantised: bool = False  # the drafter
+  is_quantised: bool = False  # whether the drafter is
 
   def params(self) -> Params:
-    """Of target and drafter, as `decode.build` gives them."""
+    """Return the shapes of the parameters of target and drafter, as `decode.build` makes them."""
 
     def shapes(network) -> Any:
       return jax.eval_shape(network.init_params, jax.random.key(0))
@@ -92,13 +92,13 @@ class ShapedPair:
     return Params(target, own | borrowed | ({'whole_head': head} if self.drafter.draft_vocab_size else {}))
 
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
-    """Static description; `drafter` stands in for the EAGLE head."""
+    """Return the static description, with `drafter` in place of the EAGLE head if it is given."""
     network = TransformerTarget(self.target, self.dtype)
     min_columns = free_columns(self.mesh.devices.flat[0].platform)
     return Spec(network, drafter or Eagle(self.drafter, self.dtype), policy, min_columns=min_columns)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
-    """The compiled prefill, and the shapes of the state that it returns."""
+    """Compile prefill, and return it with the shapes of the state that it returns."""
     params = self.params()
     arguments, static = prepare(
       params,
@@ -116,13 +116,13 @@ class ShapedPair:
     return program, placed(lowered.out_info, program.output_shardings)
 
   def compile(self, run: Any, state: Any, spec: Spec, options: Mapping[str, str] | None = None) -> Any:
-    """`decode.decode_step` or `decode_loop` behind `state`."""
+    """Compile `run`, which is `decode.decode_step` or `decode_loop`, for `state`."""
     params = self.params()
     with jax.set_mesh(self.mesh):
       return run.lower(params, state, spec=spec).compile(options)
 
   def bytes_needed(self, state: Any, *, num_drafts: int) -> float:
-    """What each device must read for a target pass and for `num_drafts` drafter passes, over the state's caches."""
+    """Count the bytes that each device must read for a target pass and `num_drafts` drafter passes."""
     caches = state.cache, state.drafter.cache if num_drafts else ()
     target_pass, drafter_pass = bytes_read(self.params(), *caches, has_tied_head=self.target.tied_head)
     return (sum(target_pass) + num_drafts * sum(drafter_pass)) / self.mesh.size
@@ -132,12 +132,12 @@ class ShapedPair:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-  """Shapes that know where they live."""
+  """Attach shardings to shapes."""
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict[str, Estimate]:
-  """The plain step, target passes over trees of `sizes` nodes, and EAGLE-2's cycle; a draft pass by difference."""
+  """Estimate the plain step, target passes over trees of `sizes` nodes, a draft level (by difference), and a step."""
   _, state = pair.prefill(pair.spec(DynamicTree()))
 
   def estimate(policy: TreePolicy, drafter: Any = None) -> Estimate:
@@ -149,14 +149,14 @@ def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict
     return Estimate.of(counted, as_it_runs, pair.bytes_needed(behind, num_drafts=num_drafts))
 
   found = {'plain step': estimate(Plain(), NoDrafter())}
-  found |= {f'target pass, {size} nodes': estimate(DynamicTree(16, 16, 6, size), Blank()) for size in sizes}
+  found |= {f'target pass, {size} nodes': estimate(DynamicTree(16, 16, 6, size), EmptyTrees()) for size in sizes}
   shallow, deep = estimate(DynamicTree(max_depth=5)), estimate(DynamicTree())
   found['one more level of 10'] = Estimate(*(b - a for a, b in zip(shallow, deep, strict=True)))
   return found | {'whole cycle, 60 nodes': deep}
 
 
 def table(found: Mapping[str, Estimate]) -> str:
-  """Markdown; the last columns are in plain steps."""
+  """Format estimates as Markdown; the last columns are relative to the plain step."""
   plain = found['plain step']
   amounts = 'GFLOP', 'temporary MB', 'kernels', 'GB needed', 'GB moved', 'GB accessed', 'optimal ms', 'Mcycles'
   ratios = 'bytes_needed', 'bytes_moved', 'bytes_accessed', 'cycles'

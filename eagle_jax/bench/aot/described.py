@@ -1,4 +1,4 @@
-"""Devices that need not be there: the compiler is told what they are made of, and programs are compiled for them."""
+"""Describe devices that need not be present, so that programs can be compiled for them."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ device_description_str: "{name}"
 
 
 def devices(topology: str) -> list[Any]:
-  """Devices to lower and compile for.
+  """Return described devices to lower and compile for.
 
   Args:
-    topology: of TPUs, as `jax.experimental.topologies` names them ('v5e:2x2'), or GPUs of one host ('h100', 'h200:4').
+    topology: TPUs as named by `jax.experimental.topologies` ('v5e:2x2'), or GPUs of one host ('h100', 'h200:4').
 
   Raises:
-    ValueError: the compiler is not installed (extra: tpu, or gpu), or knows no such topology.
+    ValueError: the compiler is not installed (extra: tpu, or gpu), or does not know the topology.
   """
   name, _, count = topology.partition(':')
   try:

@@ -1,4 +1,4 @@
-"""Reads the listing of a program that XLA compiled for TPU or GPU (`Compiled.as_text`): buffers, kernels, cycles."""
+"""Read buffers, kernels and cycles from the listing of a program compiled for TPU or GPU (`Compiled.as_text`)."""
 
 import math
 import re
@@ -17,29 +17,31 @@ _ROWS = re.compile(r' (gather|dynamic-slice|dynamic-update-slice)\(')
 
 
 class Buffer(NamedTuple):
-  """An array of an instruction's operands or results."""
+  """An array among an instruction's operands or results."""
 
   num_bytes: int
   is_main: bool  # in main memory
 
   @classmethod
   def of(cls, dtype: str, lengths: str, layout: str) -> 'Buffer':
-    """From its parts in the listing: a layout that says S(1) or higher is of another memory."""
+    """Parse its parts in the listing; a layout with S(1) or higher is in another memory."""
     size = math.prod(int(length) for length in lengths.split(',') if length)
     return cls(size * _ITEM_BYTES.get(dtype, 0), re.search(r'S\([1-9]', layout) is None)
 
 
 def estimated_cycles(hlo: str) -> float:
-  """Sum of the estimates beside the operations of a program's entry, NaN if there are none. Loops and kernels count
-  nothing, and copies made while others compute are not waited for."""
+  """Sum the compiler's estimates for the operations of a program's entry; NaN if there are none.
+
+  Loops and custom kernels have no estimates, and asynchronous copies count no waiting time.
+  """
   cycles = [int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', _entry(hlo))]
   return float(sum(cycles)) if cycles else math.nan
 
 
 def num_kernels(hlo: str) -> int:
-  """Operations that run one after the other: on a GPU each is launched.
+  """Count the operations that run one after the other; on a GPU each is a launch.
 
-  A loop's are counted as often as it is known to turn; of one whose turns hang on data, nothing is.
+  The body of a loop counts as often as it is known to run; a loop whose trip count depends on data counts nothing.
   """
   bodies = dict(_COMPUTATION.findall(hlo))
 
@@ -55,11 +57,11 @@ def num_kernels(hlo: str) -> int:
 
 
 def bytes_moved(hlo: str) -> float:
-  """Bytes that a program's entry moves over the main memory's bus.
+  """Count the bytes that a program's entry moves over the main memory's bus.
 
-  What is copied or sliced between memories moves once; of any other operation, those operands and results that lie in
-  main memory move. Of an array that rows are looked up in, or written into, only rows move: it is left out. So are
-  loops and branches, whose bodies move little here.
+  An array that is copied or sliced between memories moves once; other operations move their operands and results in
+  main memory. An array that slices are gathered from or written to is left out, since only the slices move. Loops and
+  branches are left out, since their bodies move little here.
   """
   on_rows = {name for name, body in _COMPUTATION.findall(hlo) if _ROWS.search(body)}
   buffers: dict[str, list[Buffer]] = {}
