@@ -15,7 +15,12 @@ import quick
 MAX_MAPS = 12_000
 HEAVY = (
   'test_sharding', 'test_cost', 'test_decode', 'test_oracle', 'test_train', 'test_continuous', 'test_processes',
-  'test_launch', 'test_families', 'test_real', 'test_stored', 'test_replay',
+  'test_launch', 'test_families', 'test_real', 'test_store', 'test_replay',
+)  # fmt: skip
+SMOKE = (  # beginnings of tests' names
+  'tests/test_acceptance.py', 'tests/test_weights.py', 'tests/test_text.py', 'tests/test_tree_reference.py',
+  'tests/test_conversations.py', 'tests/test_interfaces.py', 'tests/test_decode.py::test_generate_matches_plain_decoding',
+  'tests/test_decode.py::test_stream_matches_generate',
 )  # fmt: skip
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -33,7 +38,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-  """Files that take longest come first, so that no worker is left with one of them at the end."""
+  """Mark the smoke tests, and put files that take longest first: no worker is left with one of them at the end."""
+  for item in items:
+    if item.nodeid.startswith(SMOKE) and not any(item.iter_markers('slow')):
+      item.add_marker('smoke')
   items.sort(key=lambda item: HEAVY.index(item.path.stem) if item.path.stem in HEAVY else len(HEAVY))
 
 

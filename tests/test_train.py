@@ -680,7 +680,7 @@ def test_a_bfloat16_recipe_trains_beside_a_bfloat16_target(target, tmp_path):
 
 @pytest.mark.parametrize('draft_vocab_size', [0, -1, 32, 3.5])
 def test_a_draft_vocabulary_is_a_part_of_the_target_s(draft_vocab_size):
-  with pytest.raises(ValueError, match=f'draft_vocab_size is {draft_vocab_size}; 1 .. vocab_size, 31, or None'):
+  with pytest.raises(ValueError, match=f'draft_vocab_size.*31.*got {draft_vocab_size}'):
     dataclasses.replace(DRAFTER, draft_vocab_size=draft_vocab_size)
 
 
