@@ -383,7 +383,7 @@ REFUSED: list[tuple[list[str], dict, str]] = [
   (EAGLE3, {'truncated_vocab_size': U + 1}, 'truncated_vocab_size'),
   (EAGLE3, {'bias': True}, 'fc.bias: missing'),
   (EAGLE3, {'norm_before_fc': True}, 'input_norm.weight: missing'),
-  (EAGLE3, {'norm_before_fc': True, 'fc_norm': True}, 'norm_before_fc and fc_norm'),
+  (EAGLE3, {'norm_before_fc': True, 'fc_norm': True}, 'norm_before_fc.* and .*fc_norm'),
   (ONE_LAYER, {'norm_before_fc': True, 'eagle_config.norm_before_fc': False}, 'norm_before_fc'),
   (ONE_LAYER, {'layer_types': ['sliding_attention'], 'sliding_window': 2}, 'layer_types'),
   (ONE_LAYER + V04, {'layer:attention_bias': True}, 'o_proj.bias: missing'),
