@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from eagle_jax.kernels.argmax import argmax
 from eagle_jax.kernels.random import random_bits
+from eagle_jax.sharding import to_device
 
 
 class Sampling(NamedTuple):
@@ -27,7 +28,10 @@ class Sampling(NamedTuple):
   @classmethod
   def of(cls, *, temperature=0.0, top_k=0, top_p=1.0, seed=0) -> 'Sampling':
     """Convert numbers or arrays, traced or not, to the fields' dtypes."""
-    return cls(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.int32(seed))
+    return cls(
+      to_device(temperature, jnp.float32), to_device(top_k, jnp.int32), to_device(top_p, jnp.float32),
+      to_device(seed, jnp.int32),
+    )  # fmt: skip
 
   def vmap_axes(self) -> Any:
     """Return `in_axes` for a `vmap` over sequences; None for shared scalars, so that branches on them stay branches."""

@@ -116,7 +116,15 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def placed(x: Any, path: Sequence[str], mesh: Mesh | None) -> jax.Array:
   """Copy an array to where the parameter at `path` lives; without a mesh, to the default device."""
-  return jnp.array(x) if mesh is None else put(x, param_sharding(path, x.shape, mesh))
+  if mesh is None:
+    return jnp.array(x) if isinstance(x, jax.Array) else jax.device_put(np.array(x))
+  return put(x, param_sharding(path, x.shape, mesh))
+
+
+def to_device(x: Any, dtype: Any) -> jax.Array:
+  """Place numbers or a NumPy array explicitly, which `jax.transfer_guard` allows; JAX's own arrays are only cast."""
+  is_ours = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
+  return jax.device_put(np.asarray(x, dtype)) if is_ours else jnp.asarray(x, dtype)
 
 
 def fetched(tree: Any) -> Any:

@@ -142,6 +142,7 @@ def test_a_choice_among_nan_ends_a_sequence_of_the_pure_core(overflowing):
   assert length_B.tolist() == [1, 4]
 
 
+@pytest.mark.slow
 def test_decoding_works_while_jit_is_disabled(target, drafter):
   """As people do to debug."""
   options = {'max_new_tokens': 2, 'policy': Chain(1), 'temperature': 0.7, 'top_k': 20, 'top_p': 0.8}
@@ -149,6 +150,16 @@ def test_decoding_works_while_jit_is_disabled(target, drafter):
   with jax.disable_jit():
     out = decode.generate(target, drafter, PROMPTS[:1], **options)
   assert (out.tokens, out.num_accepted) == (expected.tokens, expected.num_accepted)
+
+
+def test_nothing_is_transferred_implicitly(target, drafter):
+  sampled = {'max_new_tokens': 4, 'policy': SMALL, 'temperature': 0.7, 'top_k': 20, 'seed': 3}
+  with jax.transfer_guard('disallow'):
+    together = decode.generate(target, drafter, PROMPTS, **sampled)
+    refilled = decode.generate(target, drafter, PROMPTS, batch_size=2, **sampled)
+    streamed = [token for chunk in decode.stream(target, drafter, PROMPTS[0], **sampled) for token in chunk.tokens]
+  assert together.tokens == refilled.tokens
+  assert together.tokens[0] == streamed
 
 
 @pytest.mark.parametrize('policy', ['plain', SMALL], ids=str)

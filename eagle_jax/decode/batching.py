@@ -24,7 +24,7 @@ from eagle_jax.decode.state import SHARED, DecodeState, Limits, Params, Spec
 from eagle_jax.decode.step import decode_step
 from eagle_jax.kernels.tiling import round_up_slots
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched, using
+from eagle_jax.sharding import fetched, to_device, using
 
 _LOOKAHEAD = 32  # how many refills' worth of waiting requests are searched for prompts of similar length
 
@@ -153,6 +153,7 @@ class Batcher:
 
   def _run_timed(self, program: Program, kind: str, *args: Any, **static: Any) -> Any:
     """Run a program, and add its seconds to the attribute `kind` and those of compiling to `compile_s`."""
+    args = jax.tree.map(lambda x: to_device(x, x.dtype) if isinstance(x, (np.ndarray, np.generic)) else x, args)
     run, seconds = program.compile(*args, **static)
     self.compile_s += seconds
     start = time.perf_counter()

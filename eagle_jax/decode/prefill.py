@@ -16,6 +16,7 @@ from eagle_jax.draft.interface import DraftNetwork
 from eagle_jax.models.interface import TargetNetwork
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sampling import Chooser, Sampling
+from eagle_jax.sharding import to_device
 from eagle_jax.tree import NO_TOKEN
 
 STATIC = 'target', 'drafter', 'chooser', 'num_slots', 'num_new'  # static arguments of `run_prefill`
@@ -86,13 +87,14 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   """
   batch, num_prompt = tokens_BL.shape
   num_new = bucket(max_new_tokens)
-  row_id_B = jnp.asarray(np.arange(batch) if row_ids is None else row_ids, jnp.int32)
+  row_id_B = to_device(np.arange(batch) if row_ids is None else row_ids, jnp.int32)
   eos_ids = spec.target.eos_ids if eos_ids is None else eos_ids
   limits = Limits.of(max_new_tokens, eos_ids)
   num_slots = slots_for(num_prompt, num_new, spec.max_path)
   require_memory(spec.target, batch, num_slots)
   static = {'num_slots': num_slots, 'num_new': num_new} | of_spec(spec)
-  return (params._replace(policy=()), tokens_BL, length_B, row_id_B, sampling, limits), static
+  token_BL, length_B = to_device(tokens_BL, jnp.int32), to_device(length_B, jnp.int32)
+  return (params._replace(policy=()), token_BL, length_B, row_id_B, sampling, limits), static
 
 
 def of_spec(spec: Spec) -> dict[str, Any]:

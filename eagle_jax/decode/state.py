@@ -13,7 +13,7 @@ from eagle_jax.kernels.tiling import free_columns
 from eagle_jax.models.interface import TargetNetwork
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Chooser, GumbelMax, Sampling
-from eagle_jax.sharding import CACHE_AXES, constrain
+from eagle_jax.sharding import CACHE_AXES, constrain, to_device
 from eagle_jax.tree import NO_TOKEN
 
 SHARED = 'sampling', 'limits', 'max_path'  # fields that all sequences share; the others have a batch axis
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
   @classmethod
   def of(cls, max_new_tokens: Any, eos_ids: Any) -> 'Limits':
     """Convert Python numbers, or traced ones; without EOS ids there is one unused slot."""
-    return cls(jnp.int32(max_new_tokens), jnp.asarray([*eos_ids] or [NO_TOKEN], jnp.int32))
+    return cls(to_device(max_new_tokens, jnp.int32), to_device([*eos_ids] or [NO_TOKEN], jnp.int32))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=['value'])
