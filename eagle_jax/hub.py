@@ -18,7 +18,6 @@ from eagle_jax.decode.request import require_pair
 from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.files import differences, replacing
-from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import fetched, mesh_of, placed
@@ -132,7 +131,7 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any) -
   table = naming.hf_table(config)
   params = assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path), place=place)
   if config.tied_head and 'head' in params:
-    if _is_same_head(params):
+    if _is_same_head(params, place):
       del params['head']
     else:  # as transformers does
       log.warning('%s: config.json ties the head to the embedding, but lm_head.weight is another: it is used', path)
@@ -140,13 +139,11 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any) -
   return Target(config, params, tokenizer)
 
 
-def _is_same_head(params: dict[str, Any]) -> bool:
-  """Whether the head holds the embedding's numbers; of a head that was rounded, whether it is rounded from them."""
+def _is_same_head(params: dict[str, Any], place: Any) -> bool:
+  """Return whether the head is what the embedding, placed as a head, would be."""
   head, embedding = params['head']['weight'], params['embed']['weight']
-  if isinstance(head, Quantised):
-    value, scale = rounded.round_matrix(fetched(embedding))
-    return bool((head.value == value).all() and (head.scale == scale).all())
-  return bool((head == embedding).all())
+  as_head = place(('head', 'weight'), fetched(embedding)) if place else embedding
+  return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), head, as_head)))
 
 
 def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None) -> Drafter:

@@ -13,6 +13,7 @@ from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.models import rounded
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import make_mesh
+from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import HF_CONFIG, hf_folder
 
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44]]
@@ -91,6 +92,16 @@ def test_a_folder_loads_as_it_is_rounded_afterwards(is_bytes, tmp_path):
   assert loaded.config == after.config
   assert jax.tree.structure(loaded.params) == jax.tree.structure(after.params)
   jax.tree.map(np.testing.assert_array_equal, loaded.params, after.params)
+
+
+@pytest.mark.parametrize('tensors', [{}, {'lm_head.weight': 'model.embed_tokens.weight'}], ids=['another', 'the same'])
+def test_a_tied_folder_s_own_head_is_compared_as_it_is_held(is_bytes, tmp_path, caplog, tensors):
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG | {'tie_word_embeddings': True})
+  held = dict(read_safetensors(path / 'model.safetensors'))
+  write_safetensors(path / 'model.safetensors', held | {name: held[other] for name, other in tensors.items()})
+  target = hub.load_target(path, dtype='int8')
+  assert not target.config.tied_head
+  assert ('lm_head.weight is another' in caplog.text) == (not tensors)
 
 
 @pytest.mark.parametrize('compute_dtype', ['bfloat16', 'float16'])
