@@ -61,12 +61,14 @@ def fill(entries: NewEntries, length_B: jax.Array, *, num_slots: int) -> KVCache
     num_slots: static.
   """
 
-  def pad(kv_BGPK):
-    free = num_slots - kv_BGPK.shape[2]
-    return constrain(jnp.pad(kv_BGPK, ((0, 0), (0, 0), (0, free), (0, 0))), CACHE_AXES)
-
-  keys, values = jax.tree.map(pad, entries)
+  keys, values = jax.tree.map(lambda kv_BGPK: pad_slots(kv_BGPK, num_slots), entries)
   return KVCache(keys, values, length_B)
+
+
+def pad_slots(kv_BGPK: jax.Array, num_slots: int) -> jax.Array:
+  """Append empty slots, up to `num_slots`: [B, G, S, K]."""
+  free = num_slots - kv_BGPK.shape[2]
+  return constrain(jnp.pad(kv_BGPK, ((0, 0), (0, 0), (0, free), (0, 0))), CACHE_AXES)
 
 
 def append(cache: KVCache, entries: NewEntries, count_B: jax.Array) -> KVCache:

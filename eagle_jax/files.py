@@ -44,6 +44,11 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
   return '; '.join(f'{name} {then.get(name)!r}, not {now.get(name)!r}' for name in names)
 
 
+def as_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Return settings as they are read back from JSON, where tuples are lists: what `differences` compares files with."""
+  return json.loads(json.dumps(settings))
+
+
 def parse_json(text: str | bytes, source: str) -> Any:
   """Parse a JSON document; `source` says in an error where it came from.
 

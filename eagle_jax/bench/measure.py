@@ -16,7 +16,7 @@ from eagle_jax.bench.questions import Question, tokenizer_of
 from eagle_jax.decode.generate import Generation, generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.answered import Answered, Timed
-from eagle_jax.files import differences
+from eagle_jax.files import as_stored, differences
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
@@ -136,7 +136,7 @@ def _read_log(path: Path, settings: Mapping[str, Any]) -> dict[tuple, Answered]:
   if not lines:  # settings without answers: start over
     os.truncate(path, 0)
     return {}
-  if wrong := differences(json.loads(first), json.loads(json.dumps(settings))):
+  if wrong := differences(json.loads(first), as_stored(settings)):
     raise ValueError(
       f'The log {path} must be of a run with the same settings, got {wrong}: choose another --out, or move it away.'
     )

@@ -89,8 +89,8 @@ def generate(
     prompts: strings, formatted with the chat template if the target has one, or lists or arrays of token ids, used
       unchanged.
     batch_size: prompts decoded together; the others wait for one of these to finish. None: all together.
-    trace: also return what each target pass verified and accepted, for `viz`. Decoding then waits for the host after
-      every step, in a program of its own.
+    trace: also return what each target pass verified and accepted. Decoding then waits for the host after every step,
+      in a program of its own.
     options: passed as keywords: max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0, policy='auto',
       row_ids=None, eos_ids=None, costs=None, chooser=GumbelMax(). See `decode.request.Options`.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from eagle_jax.config import TargetConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow
 from eagle_jax.draft.interface import DraftContext
-from eagle_jax.draft.lookup import WEIGHTS, TextLookup
+from eagle_jax.draft.lookup import TextLookup
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
 
@@ -80,20 +80,13 @@ def suggest(lookup: TextLookup, match_BWS: jax.Array, fanout: int) -> Children:
     match_BWS: [B, W, S] i32, matches of the paths.
     fanout: C, static; where fewer tokens followed matches, the rest are NO_TOKEN with -inf.
   """
-  num_places = match_BWS.shape[2]
-  place_11S = jnp.arange(num_places)[None, None]
   next_BS = jnp.pad(lookup.text[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
-  first, growth = WEIGHTS
   tokens, weights = [], []
   for _ in range(fanout):
-    order_BWS = match_BWS * num_places + place_11S  # by length, then by place
-    place_BW = jnp.argmax(order_BWS, axis=2)
-    length_BW = match_BWS.max(axis=2)
-    token_BW = jnp.where(length_BW > 0, jnp.take_along_axis(next_BS, place_BW, axis=1, mode='clip'), NO_TOKEN)
-    weight_BW = first + growth * jnp.log(jnp.maximum(length_BW, 1).astype(jnp.float32))
-    tokens.append(token_BW)
-    weights.append(jnp.where(length_BW > 0, weight_BW, -jnp.inf))
-    match_BWS = jnp.where(next_BS[:, None] == token_BW[..., None], 0, match_BWS)
+    found = lookup.find_next(match_BWS)
+    tokens.append(found.token)
+    weights.append(jnp.where(found.token != NO_TOKEN, found.weight, -jnp.inf))
+    match_BWS = jnp.where(next_BS[:, None] == found.token[..., None], 0, match_BWS)  # the next one is another token
   weight_BWC = jnp.stack(weights, axis=2)
   none_BW1 = jnp.zeros((*weight_BWC.shape[:2], 1))
   log_p_BWC = jax.nn.log_softmax(jnp.concatenate([weight_BWC, none_BW1], axis=2), axis=2)[..., :-1]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.cache import pad_slots
 from eagle_jax.decode.batching import Batcher, Request
 from eagle_jax.decode.commit import require_numbers
 from eagle_jax.decode.program import Program
@@ -40,9 +41,7 @@ class Recorder(NoDrafter):
   width: int
 
   def start(self, params, token_BL, taps, length_B, num_slots: int) -> Recording:
-    feature_B1LD = self._features(taps)
-    free = num_slots - feature_B1LD.shape[2]
-    return Recording(jnp.pad(feature_B1LD, ((0, 0), (0, 0), (0, free), (0, 0))), length_B)
+    return Recording(pad_slots(self._features(taps), num_slots), length_B)
 
   def update(self, params, state: Recording, token_BP, taps, count_B) -> Recording:
     return Recording(write(state.feature, self._features(taps), state.length), state.length + count_B)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from eagle_jax.files import differences, parse_json, replacing
+from eagle_jax.files import as_stored, differences, parse_json, replacing
 from eagle_jax.processes import is_main_process, on_main, true_everywhere, write_once
 from eagle_jax.train.step import TrainState
 
@@ -41,7 +41,7 @@ def settle_settings(path: Path, settings: Mapping[str, Any]) -> None:
   begun = parse_json(path.read_bytes(), str(path))
   if not isinstance(begun, dict):
     raise ValueError(f'{path} holds {begun!r:.80}; a JSON object of settings is needed. Choose another --out.')
-  if wrong := differences(begun, json.loads(json.dumps(settings))):  # as they are read back: lists, no tuples
+  if wrong := differences(begun, as_stored(settings)):
     raise ValueError(
       f'{path.parent} was begun otherwise: {wrong}. Go on with what it was begun with, or choose another --out.'
     )
