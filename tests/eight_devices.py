@@ -45,7 +45,7 @@ SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top
 BATCHES = (8, 1)
 COVERED = '1x4'  # by 2x4, which splits a model alike; the dynamic policy alone decodes on it
 FAMILIES = {
-  'biased': {'qkv_bias': True, 'qk_norm': True, 'window': 4},
+  'biased': {'qkv_bias': True, 'qk_norm': True, 'window': 4, 'mlp_bias': True},
   'grouped': {'num_kv_heads': 2, 'qkv_bias': True},  # fewer than devices a model: each head's weights are split
   'routed': {'num_experts': 4, 'experts_per_token': 2},
 }

@@ -18,7 +18,7 @@ pytest.importorskip('gguf')
 from eagle_jax import files, hub
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import tensor_table
-from eagle_jax.weights import fetch, folder, naming, rope
+from eagle_jax.weights import fetch, naming, rope, targets
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import HF_CONFIG, TINY, TINY_DRAFTER, byte_metadata, hf_folder, random_tensors, write_gguf
@@ -107,7 +107,11 @@ def test_hugging_face_folder(tmp_path, num_shards):
     ({'attention_bias': True}, 'model.layers.0.self_attn.o_proj.bias: missing'),
     ({'attention_bias': True, 'model_type': 'mistral'}, 'attention_bias'),
     ({'quantization_config': {'quant_method': 'awq'}}, 'quantised weights'),
-    ({'model_type': 'qwen2', 'use_sliding_window': True}, 'use_sliding_window'),
+    ({'use_sliding_window': True}, 'use_sliding_window True'),
+    ({'num_local_experts': 4}, 'num_local_experts 4'),
+    ({'scale_depth': 1.4}, 'scale_depth 1.4'),
+    ({'model_type': 'smollm3', 'no_rope_layers': [1]}, r'no_rope_layers \[1\]'),
+    ({'model_type': 'phi3', 'rope_scaling': {'type': 'longrope', 'short_factor': [1.0] * 4}}, 'long_factor .* got 0'),
     ({'model_type': 'mistral', 'layer_types': ['full_attention', 'sliding_attention']}, 'layer_types'),
     ({'model_type': 'qwen3', 'num_key_value_heads': None}, r"lacks \['num_key_value_heads', 'head_dim'\]"),
     (
@@ -136,6 +140,9 @@ def test_an_absent_base_of_rope_may_be_written_as_null(tmp_path):
   assert target.config.rope_theta == 10_000.0
 
 
+WINDOW_THEN_NONE = ['sliding_attention', 'full_attention']
+
+
 @pytest.mark.parametrize(
   ('changes', 'switches'),
   [
@@ -148,11 +155,22 @@ def test_an_absent_base_of_rope_may_be_written_as_null(tmp_path):
       {'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 2},
       {'num_experts': 4, 'experts_per_token': 2},
     ),
-    ({'num_local_experts': 4}, {}),  # means nothing to a Llama
+    (
+      {'model_type': 'qwen2', 'use_sliding_window': True, 'sliding_window': 64, 'max_window_layers': 1},
+      {'qkv_bias': True, 'layer_changes': ((1, (('window', 64),)),)},
+    ),
+    (
+      {'model_type': 'qwen2', 'use_sliding_window': True, 'sliding_window': 64, 'layer_types': WINDOW_THEN_NONE},
+      {'qkv_bias': True, 'window': 64, 'layer_changes': ((1, (('window', None),)),)},
+    ),
+    (
+      {'model_type': 'smollm3', 'no_rope_layer_interval': 2},
+      {'tied_head': True, 'layer_changes': ((1, (('has_rope', False),)),)},
+    ),
   ],
 )
 def test_families(tmp_path, changes, switches):
-  config = folder.hf_target_config(tmp_path / 'tiny', HF_CONFIG | changes)
+  config = targets.target_config(tmp_path / 'tiny', HF_CONFIG | changes)
   assert config == dataclasses.replace(TINY, **switches)
 
 
@@ -263,6 +281,9 @@ def test_an_index_is_obeyed_unless_it_was_left_behind(tmp_path, change, caplog):
   assert ('left behind' in caplog.text) == (change is left_behind)
 
 
+LONG_ROPE = {'type': 'longrope', 'short_factor': [1.0] * 4, 'long_factor': [2.0] * 4}
+
+
 @pytest.mark.parametrize(
   ('changes', 'context'),
   [
@@ -270,10 +291,35 @@ def test_an_index_is_obeyed_unless_it_was_left_behind(tmp_path, change, caplog):
     ({'rope_scaling': {'type': 'linear', 'factor': 4.0}}, 512),
     ({'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, 512),
     ({'rope_scaling': {'type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}}, 128),
+    ({'rope_scaling': {'type': 'dynamic', 'factor': 4.0}}, 128),
+    ({'rope_scaling': LONG_ROPE | {'original_max_position_embeddings': 32}}, 32),
   ],
 )
 def test_the_context_is_that_of_the_scaled_rope(tmp_path, changes, context):
   assert hub.read_target_config(hf_folder(tmp_path / 'tiny', HF_CONFIG | changes)).max_context == context
+
+
+@pytest.mark.parametrize(
+  ('changes', 'most'),
+  [
+    ({}, 128),
+    ({'rope_scaling': {'type': 'dynamic', 'factor': 4.0}}, 512),
+    ({'rope_scaling': LONG_ROPE | {'factor': 2.0}}, 128),
+  ],
+)
+def test_a_context_may_be_asked_for(tmp_path, changes, most):
+  path = hf_folder(tmp_path / 'tiny', HF_CONFIG | changes)
+  for asked in (16, most):
+    assert hub.load_target(path, max_context=asked).config.max_context == asked
+  for wrong in (0, most + 1, 8.0):
+    with pytest.raises(ValueError, match=f'between 1 and {most}, got {wrong}'):
+      hub.load_target(path, max_context=wrong)
+
+
+def test_a_context_of_a_gguf_file_may_be_asked_for(gguf_path):
+  assert hub.load_target(gguf_path, max_context=16).config.max_context == 16
+  with pytest.raises(ValueError, match='between 1 and 128, got 129'):
+    hub.load_target(gguf_path, max_context=129)
 
 
 def test_a_split_gguf_file(tmp_path, gguf_path):

@@ -16,7 +16,7 @@ from eagle_jax.decode.request import MAX_TEMPERATURE, MIN_TOP_P
 from eagle_jax.decode.verify import verify, verify_parallel, verify_sequential
 from eagle_jax.draft.expand import Children, grow
 from eagle_jax.kernels.tiling import columns_per_sequence
-from eagle_jax.models.layers import Experts, SwiGLU
+from eagle_jax.models.layers import Experts, SwiGLU, find_asked, route
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostModel, StepCosts, best_size, is_level_worth
 from eagle_jax.policy.trees import EAGLE1_PATHS, Chain, DynamicTree, Level, StaticTree
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
@@ -300,12 +300,34 @@ def test_moe_routes_each_token_to_its_likeliest_experts(num_rows):
     odds_E = np.exp(weights['router']['weight'] @ x_D)
     chosen, expected_D = np.argsort(odds_E)[-2:], np.zeros(6)
     for index in chosen:
-      (gate, up), down = (weights[f'expert_{index}'][part]['weight'] for part in ('gate_up', 'down'))
+      (gate, up), down = (weights[f'expert_{part}']['weight'][index] for part in ('gate_up', 'down'))
       silu_F = gate @ x_D / (1 + np.exp(-gate @ x_D))
       expected_D += odds_E[index] / odds_E[chosen].sum() * (down @ (silu_F * (up @ x_D)))
     np.testing.assert_allclose(out_D, expected_D, rtol=1e-5, atol=1e-6)
-  is_asked = ' conditional(' in jax.jit(network.apply).lower(variables, x_DR).compile().as_text()
-  assert is_asked == (num_rows == 1)  # of nine rows with two experts of four each, some choose every one
+
+
+def test_a_program_is_as_long_for_many_experts_as_for_few():
+  """Sixteen are no more products than four, and a loop goes over those that were chosen."""
+  programs = []
+  for num_experts in (4, 16):
+    network = Experts(dataclasses.replace(ROUTED, num_experts=num_experts))
+    variables = network.init(jax.random.key(0), jnp.ones((6, 3)))
+    programs.append(jax.jit(network.apply).lower(variables, jnp.ones((6, 3))).as_text())
+  assert len({program.count('dot_general') for program in programs}) == 1
+  assert all('stablehlo.while' in program for program in programs)
+
+
+def test_experts_that_no_column_chose_come_last_and_do_not_count():
+  share_ER = jnp.asarray([[0, 0], [0.4, 0], [0, 0], [0, 1], [0.6, 0]])
+  order_E, num_asked = find_asked(share_ER)
+  assert (order_E.tolist(), int(num_asked)) == ([1, 3, 4, 0, 2], 3)
+
+
+@pytest.mark.parametrize(('is_normalised', 'total'), [(True, 1.0), (False, 0.9)])
+def test_shares_of_experts(is_normalised, total):
+  logits_ER = jnp.log(jnp.asarray([[0.1], [0.6], [0.3]]))
+  share_ER = route(logits_ER, 2, is_normalised=is_normalised)
+  np.testing.assert_allclose(share_ER[:, 0], np.array([0, 0.6, 0.3]) / 0.9 * total, rtol=1e-6)
 
 
 def test_moe_ignores_outputs_of_unrouted_experts():
@@ -314,9 +336,9 @@ def test_moe_ignores_outputs_of_unrouted_experts():
   x_DR = jnp.asarray(np.array([[30, -1], *[[30, 1]] * 5]), jnp.float16)
   params = network.init(jax.random.key(0), x_DR)['params']
   params['router']['weight'] = jnp.zeros((2, 6), jnp.float16).at[:, 0].set(jnp.asarray([1, -1], jnp.float16))
-  joint_2FD = params['expert_1']['gate_up']['weight']
-  params['expert_1']['gate_up']['weight'] = joint_2FD.at[1].set(100)
-  assert not jnp.isfinite(SwiGLU(5).apply({'params': params['expert_1']}, x_DR[:, :1])).all()
+  params['expert_gate_up']['weight'] = params['expert_gate_up']['weight'].at[1, 1].set(100)
+  expert = {part: {'weight': params[f'expert_{part}']['weight'][1]} for part in ('gate_up', 'down')}
+  assert not jnp.isfinite(SwiGLU(5).apply({'params': expert}, x_DR[:, :1])).all()
   alone_D1 = network.apply({'params': params}, x_DR[:, :1])
   out_DR = network.apply({'params': params}, x_DR)
   assert jnp.isfinite(out_DR).all()

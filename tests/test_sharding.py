@@ -105,7 +105,9 @@ def test_without_a_mesh_nothing_is_constrained():
 def shapes():
   networks = {
     'target': TransformerTarget(TargetConfig(**SIZES, num_layers=2, max_context=64)),
-    'biased': TransformerTarget(TargetConfig(**SIZES, num_layers=1, max_context=64, qkv_bias=True, qk_norm=True)),
+    'biased': TransformerTarget(
+      TargetConfig(**SIZES, num_layers=1, max_context=64, qkv_bias=True, qk_norm=True, mlp_bias=True)
+    ),
     'routed': TransformerTarget(
       TargetConfig(**SIZES, num_layers=1, max_context=64, num_experts=4, experts_per_token=2)
     ),
@@ -117,7 +119,7 @@ def shapes():
 def test_every_parameter_has_its_row_or_is_small(shapes):
   names = {tuple(key.key for key in path[-2:]) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)}
   assert set(PARAM_AXES) <= names
-  small = {('fc', 'bias'), ('router', 'weight')}
+  small = {('fc', 'bias'), ('down', 'bias'), ('router', 'weight')}
   small |= {(norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm', 'q_norm', 'k_norm')}
   assert names - set(PARAM_AXES) == small
   assert {axis for axes in PARAM_AXES.values() for axis in axes} <= {*RULES, None}

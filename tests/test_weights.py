@@ -12,8 +12,8 @@ import pytest
 
 from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.models.transformer import TransformerTarget
-from eagle_jax.weights import folder, naming
 from eagle_jax.weights import gguf as gguf_file
+from eagle_jax.weights import naming, targets
 from eagle_jax.weights.load import assemble, flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
@@ -285,7 +285,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(('num_params', 'content'), PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_the_tables_hold_as_many_parameters_as_were_published(num_params, content, tmp_path):
   common = {'num_hidden_layers': 32, 'num_attention_heads': 32, 'max_position_embeddings': 4096, 'rms_norm_eps': 1e-5}
-  config = folder.hf_target_config(tmp_path, common | content)
+  config = targets.target_config(tmp_path, common | content)
   assert sum(math.prod(entry.shape) for entry in naming.hf_table(config).entries.values()) == num_params
 
 

@@ -12,6 +12,7 @@ from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
 from eagle_jax.models.families import FAMILIES
 from eagle_jax.weights.folder import llama_fields, read_json, read_names, read_tensors
 from eagle_jax.weights.layouts import Keys
+from eagle_jax.weights.rope import read_rope
 
 log = logging.getLogger('eagle_jax')
 
@@ -90,6 +91,18 @@ def _speculators_version(keys: Keys) -> tuple[int, ...] | None:
   return found and (*map(int, found.groups()),)
 
 
+def _llama_fields(folder: Path, layer: Keys) -> dict[str, Any]:
+  """The fields that a head's layer has in common with a Llama, and its RoPE."""
+  fields = llama_fields(folder, layer, FAMILIES['llama'])
+  rope = read_rope(folder, layer, fields['head_dim'], 10_000.0)
+  return fields | {
+    'rope_theta': rope.theta,
+    'rope_slowdown': rope.slowdown,
+    'rope_factor': rope.factor,
+    'rope_scaling': rope.words,
+  }
+
+
 def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> DrafterConfig | None:
   """Read the config of a published EAGLE-1/2 head; None if it is of another kind.
 
@@ -112,7 +125,7 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
     has_fc_bias = layer.flag('bias', keys.flag('eagle_fc_bias', not never))
     _require(folder, layer, 'num_hidden_layers', (1,), 'a drafter has one layer')
     _read_past(keys, layer, _WINDOW)  # none of these engines gives it a window
-  fields = llama_fields(folder, layer, FAMILIES['llama'])
+  fields = _llama_fields(folder, layer)
   _require(folder, keys, 'truncated_vocab_size', (fields['vocab_size'],), 'which ids it drafts would not be known')
   has_biases = layer.flag('attention_bias')  # of the output projection, too
   has_qkv_bias = layer.flag('qkv_bias', architecture == 'Qwen2ForCausalLMEagle')
@@ -124,7 +137,7 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
     draft_vocab_size=len(_written_ids(folder)) or None,
     name=folder.name,
   )
-  keys.require_known(folder)
+  keys.require_known(folder, 'a head that cannot be drafted with')
   return config
 
 
@@ -141,7 +154,7 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   is_midlayer = _SPECULATORS not in keys and (not names or any('midlayer.' in name for name in names))
   layer, window, has_biases = _eagle3_layer(folder, keys, is_midlayer)
   nested = keys.nested('eagle_config')
-  fields = llama_fields(folder, layer, FAMILIES['llama'])
+  fields = _llama_fields(folder, layer)
   num_ids = _same_everywhere(folder, 'draft_vocab_size', keys, keys, 'truncated_vocab_size') or fields['vocab_size']
   target_width = int(keys.get('target_hidden_size', fields['width']))
   is_trained = keys.flag('embed_requires_grad')  # its embedding
@@ -167,7 +180,7 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
     norm_output=_norm_output(folder, keys, is_midlayer),
     name=folder.name,
   )
-  keys.require_known(folder)
+  keys.require_known(folder, 'a head that cannot be drafted with')
   return config
 
 

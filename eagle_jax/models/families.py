@@ -1,36 +1,77 @@
 """The families of models that can be loaded: what each adds to a plain Llama decoder, in a folder or a GGUF file."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """What a family's name makes of a plain Llama decoder: `model_type` in config.json, the architecture in GGUF.
+  """What a family's name, `model_type` in config.json, makes of a plain Llama decoder. The rest is in the file."""
 
-  The rest is in the file. A GGUF file says no more of a family than `qkv_bias`, `qk_norm` and `permuted_qk`.
-  """
-
-  needed: tuple[str, ...] = ()  # keys of config.json that must be there: absent, they mean a number of the family's own
-  rope_theta: float = 10_000.0  # what an absent base means in config.json
+  needed: tuple[str, ...] = ()  # keys of config.json that must be there
+  holds: frozenset[str] = frozenset()  # keys that mean something to it and nothing to every Llama
+  absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what absent keys mean, where not as in a Llama
+  rope_kinds: tuple[str, ...] = ('default', 'mrope', 'linear', 'dynamic', 'yarn', 'longrope', 'llama3')
   qkv_bias: bool = False
   qk_norm: bool = False
-  is_windowed: bool = False  # `sliding_window` holds, for every layer
-  window: int | None = None  # what an absent `sliding_window` means
-  is_routed: bool = False
-  has_biases: bool = False  # `attention_bias` holds: of queries, keys, values and the output
-  is_in_gguf: bool = False  # whether GGUF files of it can be read
+  joint_qk_norm: bool = False
+  has_input_norms: bool = True
+  has_output_norms: bool = False
+  norm_in_float32: bool = False
+  experts: str | None = None  # whose names the tensors of routed experts bear, see `weights.naming`
+  is_fused: bool = False  # files hold queries, keys and values as one tensor, and gate and up
+  gguf: str | None = None  # the architecture in GGUF files; None: they cannot be read
   permuted_qk: bool = False  # GGUF stores q and k for interleaved RoPE; `weights.naming.gguf_table` turns them back
 
 
+_WINDOWS = frozenset({'sliding_window', 'use_sliding_window', 'layer_types'})
+_BIASES = frozenset({'attention_bias', 'mlp_bias'})
+_MULTIPLIERS = frozenset({'embedding_multiplier', 'attention_multiplier', 'residual_multiplier', 'logits_scaling'})
+_QWEN_WINDOWS = _WINDOWS | {'max_window_layers'}
+_ABSENT_IN_QWEN = {'sliding_window': 4096, 'max_window_layers': 28}
 FAMILIES = {
-  'llama': Family(has_biases=True, is_in_gguf=True, permuted_qk=True),
-  'mistral': Family(('num_key_value_heads',), is_windowed=True, window=4096),
+  'llama': Family(holds=_BIASES, gguf='llama', permuted_qk=True),
+  'mistral': Family(('num_key_value_heads',), holds=frozenset({'sliding_window'}), absent={'sliding_window': 4096}),
   'mixtral': Family(
     ('num_key_value_heads', 'num_local_experts', 'num_experts_per_tok'),
-    rope_theta=1_000_000.0,
-    is_windowed=True,
-    is_routed=True,
+    holds=frozenset({'sliding_window'}),
+    absent={'rope_theta': 1_000_000.0},
+    experts='mixtral',
   ),
-  'qwen2': Family(('num_key_value_heads',), qkv_bias=True, is_in_gguf=True),
-  'qwen3': Family(('num_key_value_heads', 'head_dim'), qk_norm=True, has_biases=True, is_in_gguf=True),
+  'qwen2': Family(('num_key_value_heads',), holds=_QWEN_WINDOWS, qkv_bias=True, gguf='qwen2', absent=_ABSENT_IN_QWEN),
+  'qwen3': Family(
+    ('num_key_value_heads', 'head_dim'),
+    holds=_QWEN_WINDOWS | {'attention_bias'},
+    qk_norm=True,
+    gguf='qwen3',
+    absent=_ABSENT_IN_QWEN,
+  ),
+  'qwen3_moe': Family(
+    ('num_key_value_heads', 'moe_intermediate_size', 'num_experts_per_tok'),
+    holds=_WINDOWS - {'layer_types'} | {'attention_bias', 'norm_topk_prob', 'decoder_sparse_step', 'mlp_only_layers'},
+    absent={'sliding_window': 4096, 'decoder_sparse_step': 1},
+    qk_norm=True,
+    experts='qwen3_moe',
+  ),
+  'smollm3': Family(
+    ('num_key_value_heads',),
+    holds=_WINDOWS | _BIASES | {'no_rope_layers'},
+    absent={'rope_theta': 2_000_000.0, 'no_rope_layer_interval': 4, 'tie_word_embeddings': True},
+  ),
+  'olmo2': Family(
+    holds=frozenset({'attention_bias'}),
+    qk_norm=True,
+    joint_qk_norm=True,
+    has_input_norms=False,
+    has_output_norms=True,
+    norm_in_float32=True,
+  ),
+  'granite': Family(holds=_BIASES | _MULTIPLIERS),
+  'phi3': Family(
+    holds=frozenset({'sliding_window', 'partial_rotary_factor'}),
+    absent={'original_max_position_embeddings': 4096},
+    rope_kinds=('default', 'longrope'),
+    is_fused=True,
+  ),
 }

@@ -4,6 +4,7 @@ Activations are columns, [D, R]: one for each token of each sequence, R = B x T.
 stored [out, in], a pass over a few columns is then `W @ x`, which reads weights at memory speed on every device.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.kernels.attention import Operands, attend
+from eagle_jax.kernels.dispatch import dispatch_loop
 from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.kernels.matmul import matmul
@@ -24,6 +26,12 @@ def held(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype:
   return given if isinstance(given, Quantised) else module.param(name, init, shape, dtype)
 
 
+def project(x_IR: jax.Array, weight: Any, bias: jax.Array | None = None) -> jax.Array:
+  """Return W x + b, [..., R], of the dtype of x; `weight` is [..., I], an array or a `Quantised` matrix."""
+  y_OR = weight.times(x_IR).astype(x_IR.dtype) if isinstance(weight, Quantised) else matmul(weight, x_IR)
+  return y_OR if bias is None else y_OR + bias[..., None]
+
+
 class Linear(nn.Module):
   """y_OR = W_OI x_IR (+ b_O), where O may be several dimensions: products of one input, read and made as one."""
 
@@ -32,12 +40,31 @@ class Linear(nn.Module):
 
   @nn.compact
   def __call__(self, x_IR: jax.Array) -> jax.Array:
-    init = nn.initializers.lecun_normal(in_axis=-1, out_axis=range(len(self.outputs)))
-    weight_OI = held(self, 'weight', init, (*self.outputs, x_IR.shape[0]), x_IR.dtype)
-    y_OR = weight_OI.times(x_IR).astype(x_IR.dtype) if isinstance(weight_OI, Quantised) else matmul(weight_OI, x_IR)
-    if self.use_bias:
-      y_OR += self.param('bias', nn.initializers.zeros, self.outputs, x_IR.dtype)[..., None]
-    return y_OR
+    return project(x_IR, **weights_of(self, (*self.outputs, x_IR.shape[0]), x_IR.dtype))
+
+
+class ExpertLinear(nn.Module):
+  """The weights of E products like `Linear`'s, behind one another."""
+
+  num_experts: int
+  outputs: tuple[int, ...]
+  num_inputs: int
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, dtype: Any) -> dict[str, Any]:
+    """Return `weight` [E, ..., I], and perhaps `bias` [E, ...]."""
+    return weights_of(self, (self.num_experts, *self.outputs, self.num_inputs), dtype, batch_axis=(0,))
+
+
+def weights_of(
+  module: Linear | ExpertLinear, shape: tuple[int, ...], dtype: Any, batch_axis: tuple[int, ...] = ()
+) -> dict[str, Any]:
+  """Return the parameters of linear products: the weight of this shape, and the bias if the module uses one."""
+  outputs = range(len(batch_axis), len(shape) - 1)
+  init = nn.initializers.lecun_normal(in_axis=-1, out_axis=outputs, batch_axis=batch_axis)
+  weights = {'weight': held(module, 'weight', init, shape, dtype)}
+  return weights | ({'bias': module.param('bias', nn.initializers.zeros, shape[:-1], dtype)} if module.use_bias else {})
 
 
 class Embedding(nn.Module):
@@ -75,28 +102,41 @@ class RMSNorm(nn.Module):
   """x / rms(x) * scale over the last dimension but one (the width, or that of each head), in float32 inside."""
 
   eps: float
+  in_float32: bool = False  # whether the scale multiplies before rounding to the dtype of x
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     scale_D = self.param('scale', nn.initializers.ones, x_DR.shape[-2:-1], x_DR.dtype)
     x32_DR = x_DR.astype(jnp.float32)
     rms_R = jnp.sqrt(jnp.square(x32_DR).mean(axis=-2, keepdims=True) + self.eps)
-    return (x32_DR / rms_R).astype(x_DR.dtype) * jax.lax.broadcast_in_dim(scale_D, x_DR.shape, (x_DR.ndim - 2,))
+    dtype = jnp.float32 if self.in_float32 else x_DR.dtype
+    scale_DR = jax.lax.broadcast_in_dim(scale_D.astype(dtype), x_DR.shape, (x_DR.ndim - 2,))
+    return ((x32_DR / rms_R).astype(dtype) * scale_DR).astype(x_DR.dtype)
+
+
+def norm_of(config: Any, name: str) -> RMSNorm:
+  """Make a norm of the form that a `TargetConfig` or a drafter's config has."""
+  return RMSNorm(config.norm_eps, config.norm_in_float32, name=name)
 
 
 class Rotation(NamedTuple):
-  """Angles of rotary position embedding (RoFormer, arXiv:2104.09864), of T tokens, for all heads and layers."""
+  """Angles of rotary position embedding (RoFormer, arXiv:2104.09864), of T tokens, for all heads and like layers.
 
-  cos: jax.Array  # [K/2, B, T] f32
-  sin: jax.Array  # [K/2, B, T] f32
+  Of P pairs, all K/2 of a head, or as many of its first numbers as the model turns; 0 in a layer without RoPE.
+  """
+
+  cos: jax.Array  # [P, B, T] f32
+  sin: jax.Array  # [P, B, T] f32
 
   @classmethod
   def of(cls, config: Any, position_BT: jax.Array) -> 'Rotation':
-    """Compute the angles of a `TargetConfig` or a `DrafterConfig` at absolute positions, i32.
+    """Compute the angles of a layer's config, a target's or a drafter's, at absolute positions, i32.
 
-    Pair i of K/2 has wavelengths from 2 pi to 2 pi theta, `rope_slowdown` times slower where there is one.
+    Pairs have wavelengths from 2 pi to 2 pi theta, `rope_slowdown` times slower where there is one.
     """
-    half = config.head_dim // 2
+    if not config.has_rope:
+      return cls(*(jnp.zeros((0, *position_BT.shape)),) * 2)
+    half = (config.rotary_dim or config.head_dim) // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if config.rope_slowdown:
       frequency /= jnp.asarray(config.rope_slowdown, jnp.float32)
@@ -105,10 +145,14 @@ class Rotation(NamedTuple):
     return cls(*tables)
 
   def rotate(self, x_KR: jax.Array) -> jax.Array:
-    """Rotate [..., K, R] of any float dtype, in float32: dimension i pairs with i + K/2 (the rotate-half form)."""
-    cos, sin = (x.reshape(*(1,) * (x_KR.ndim - 2), x.shape[0], -1) for x in self)
-    low, high = jnp.split(x_KR.astype(jnp.float32), 2, axis=-2)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-2).astype(x_KR.dtype)
+    """Rotate [..., K, R] of any float dtype, in float32: dimension i pairs with i + P (the rotate-half form)."""
+    num_pairs = self.cos.shape[0]
+    if not num_pairs:
+      return x_KR
+    cos, sin = (x.reshape(*(1,) * (x_KR.ndim - 2), num_pairs, -1) for x in self)
+    low, high, rest = jnp.split(x_KR.astype(jnp.float32), (num_pairs, 2 * num_pairs), axis=-2)
+    rotated_KR = jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-2)
+    return rotated_KR.astype(x_KR.dtype)
 
 
 class AttentionFn(Protocol):
@@ -161,7 +205,8 @@ class Attention(nn.Module):
 
     def rotate(x_KR, name):
       if c.qk_norm:
-        x_KR = RMSNorm(c.norm_eps, name=name)(x_KR)
+        shape = (-1, B * T) if c.joint_qk_norm else x_KR.shape
+        x_KR = norm_of(c, name)(x_KR.reshape(shape)).reshape(x_KR.shape)
       return rotation.rotate(x_KR)
 
     # A key-value head's J queries, its key and its value stand together: a mesh splits them by heads. Where it has to
@@ -169,6 +214,8 @@ class Attention(nn.Module):
     qkv_GQKBT = Linear((G, J + 2, K), c.qkv_bias, name='qkv')(x_DR).reshape(G, J + 2, K, B, T)
     qkv_GQKR = constrain(qkv_GQKBT, ('kv_heads', None, None, 'batch', None)).reshape(G, J + 2, K, B * T)
     q_GJKR, k_GKR = rotate(qkv_GQKR[:, :J], 'q_norm'), rotate(qkv_GQKR[:, J], 'k_norm')
+    if c.attention_scale is not None:  # what attends multiplies by 1 / sqrt(K)
+      q_GJKR *= c.attention_scale * K**0.5
     q_BGJTK = q_GJKR.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, qkv_GQKR[:, J + 1]))
     out_BGJTK, memory = attention(q_BGJTK, k_BGTK, v_BGTK)
@@ -180,66 +227,98 @@ class SwiGLU(nn.Module):
   """down(silu(gate(x)) * up(x)) (GLU variants, arXiv:2002.05202)."""
 
   ffn_width: int
+  use_bias: bool = False
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
-    gate_FR, up_FR = Linear((2, self.ffn_width), name='gate_up')(x_DR)
-    return Linear((x_DR.shape[0],), name='down')(nn.silu(gate_FR) * up_FR)
+    gate_FR, up_FR = Linear((2, self.ffn_width), self.use_bias, name='gate_up')(x_DR)
+    return Linear((x_DR.shape[0],), self.use_bias, name='down')(nn.silu(gate_FR) * up_FR)
 
 
-def route(logits_ER: jax.Array, experts_per_token: int) -> jax.Array:
-  """Return [E, R] f32, each column's shares of its likeliest experts, which sum to 1; 0 for the others."""
+def route(logits_ER: jax.Array, experts_per_token: int, *, is_normalised: bool = True) -> jax.Array:
+  """Return [E, R] f32, each column's shares of its likeliest experts; 0 for the others.
+
+  The shares sum to 1 if they are normalised, else they are the probabilities among all experts.
+  """
   p_RE = jax.nn.softmax(logits_ER.astype(jnp.float32), axis=0).T
-  p_Rk, expert_Rk = jax.lax.top_k(p_RE, experts_per_token)
-  share_Rk = p_Rk / p_Rk.sum(axis=1, keepdims=True)
+  share_Rk, expert_Rk = jax.lax.top_k(p_RE, experts_per_token)
+  if is_normalised:
+    share_Rk /= share_Rk.sum(axis=1, keepdims=True)
   return (jax.nn.one_hot(expert_Rk, p_RE.shape[1], axis=0) * share_Rk[None]).sum(axis=2)
+
+
+def find_asked(share_ER: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Return the experts [E] i32, those that some column chose first and in order, and [] i32, how many these are."""
+  is_asked_E = (share_ER > 0).any(axis=1)
+  return jnp.argsort(~is_asked_E, stable=True).astype(jnp.int32), is_asked_E.sum(dtype=jnp.int32)
 
 
 class Experts(nn.Module):
   """Each column through the few of E SwiGLUs that a router chooses for it (Mixtral, arXiv:2401.04088).
 
-  An expert runs over all columns, so shapes are static; of many columns that is E / experts_per_token times the
-  arithmetic needed. One that none of a few columns chose is not even read: what their pass costs is weights. Of many
-  columns some choose each expert, and to ask would only cost.
+  An expert that some column chose runs over all columns, so shapes are static; of many columns that is up to
+  E / experts_per_token times the arithmetic needed. One that no column chose is not read: what a pass of few columns
+  costs is weights. The experts run in a loop, so a program is as long for a hundred as for two.
   """
 
   config: Any  # a `TargetConfig`
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
-    c = self.config
-    share_ER = route(Linear((c.num_experts,), name='router')(x_DR), c.experts_per_token)
-    is_asked = x_DR.shape[1] * c.experts_per_token <= 4 * c.num_experts and not self.is_initializing()
-    out_DR = jnp.zeros_like(x_DR)
-    for index in range(c.num_experts):
-      share_1R = share_ER[index : index + 1]
+    c, (D, R) = self.config, x_DR.shape
+    inward = ExpertLinear(c.num_experts, (2, c.ffn_width), D, name='expert_gate_up')(x_DR.dtype)
+    outward = ExpertLinear(c.num_experts, (D,), c.ffn_width, name='expert_down')(x_DR.dtype)
+    logits_ER = Linear((c.num_experts,), name='router')(x_DR)
+    share_ER = route(logits_ER, c.experts_per_token, is_normalised=c.shares_sum_to_1)
 
-      def add(expert, out_DR, share_1R=share_1R):
+    def run_experts(num_experts, order_E, x_DR, share_ER, *weights):
+      """Add up the first so many experts of the order."""
+
+      def add(index, out_DR):
+        expert = order_E[index]
+        share_1R = jax.lax.dynamic_index_in_dim(share_ER, expert)
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=expert, keepdims=False)
+        inward, outward = jax.tree.map(take, weights)
+        gate_FR, up_FR = project(x_DR, **inward)
+        y_DR = project(nn.silu(gate_FR) * up_FR, **outward)
         # Chosen, not multiplied by 0: what a column that is not the expert's gives may have overflowed.
-        own_DR = jnp.where(share_1R > 0, expert(x_DR).astype(jnp.float32) * share_1R, 0)
+        own_DR = jnp.where(share_1R > 0, y_DR.astype(jnp.float32) * share_1R, 0)
         return out_DR + own_DR.astype(out_DR.dtype)
 
-      expert = SwiGLU(c.ffn_width, name=f'expert_{index}')
-      if is_asked:
-        out_DR = nn.cond((share_1R > 0).any(), add, lambda _, out_DR: out_DR, expert, out_DR)
-      else:
-        out_DR = add(expert, out_DR)
-    return out_DR
+      return jax.lax.fori_loop(0, num_experts, add, jnp.zeros_like(x_DR))
+
+    given = x_DR, share_ER, inward, outward
+    most = R * c.experts_per_token
+    if most > 4 * c.num_experts:  # then some column chose each expert, and to ask would only cost
+      return run_experts(c.num_experts, jnp.arange(c.num_experts), *given)
+    return dispatch_loop(
+      *find_asked(share_ER),
+      *given,
+      sequential=lambda order_E, num_asked, *given: run_experts(num_asked, order_E, *given),
+      parallel=lambda order_E, _, *given: run_experts(min(c.num_experts, most), order_E, *given),
+    )
 
 
 class DecoderLayer(nn.Module):
-  """x + attention(norm(x)), then x + mlp(norm(x))."""
+  """x + attention(norm(x)), then x + mlp(norm(x)), with the norms that the config says."""
 
-  config: Any  # a `TargetConfig` or a `DrafterConfig`
+  config: Any  # of this layer, a target's or a drafter's
   has_input_norm: bool = True
 
   @nn.compact
   def __call__(self, x_DR, rotation: Rotation, attention: AttentionFn):
     """Return [D, R], and the memory of `attention`."""
     c = self.config
-    mlp = Experts(c, name='mlp') if c.num_experts else SwiGLU(c.ffn_width, name='mlp')
-    read_DR = RMSNorm(c.norm_eps, name='attn_norm')(x_DR) if self.has_input_norm else x_DR
+
+    def read(x_DR, name, has_norm):
+      return norm_of(c, name)(x_DR) if has_norm else x_DR
+
+    def add(x_DR, branch_DR, name):
+      branch_DR = read(branch_DR, name, c.has_output_norms)
+      return x_DR + (branch_DR if c.residual_scale == 1 else branch_DR * c.residual_scale)
+
+    mlp = Experts(c, name='mlp') if c.num_experts else SwiGLU(c.ffn_width, c.mlp_bias, name='mlp')
+    read_DR = read(x_DR, 'attn_norm', self.has_input_norm and c.has_input_norms)
     attended_DR, memory = Attention(c, name='attn')(read_DR, rotation, attention)
-    x_DR += attended_DR
-    x_DR += mlp(RMSNorm(c.norm_eps, name='mlp_norm')(x_DR))
-    return x_DR, memory
+    x_DR = add(x_DR, attended_DR, 'attn_out_norm')
+    return add(x_DR, mlp(read(x_DR, 'mlp_norm', c.has_input_norms)), 'mlp_out_norm'), memory

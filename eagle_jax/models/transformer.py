@@ -56,6 +56,14 @@ class Taps(NamedTuple):
   residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, or of the final norm, no norm
 
 
+def _windowed(window: int | None, position_BT, mask_BTT) -> tuple[jax.Array | None, jax.Array]:
+  """Return the oldest slot that each token sees, None for slot 0, and which of the T tokens: slots are positions."""
+  if window is None:
+    return None, mask_BTT
+  oldest_BT = position_BT - (window - 1)
+  return oldest_BT, mask_BTT & (position_BT[:, None] >= oldest_BT[..., None])
+
+
 class Transformer(nn.Module):
   """Llama-kind decoder. `forward` runs T new tokens behind the committed ones; `logits` is the head, apart from it."""
 
@@ -68,8 +76,8 @@ class Transformer(nn.Module):
     self.embed = Embedding(c.vocab_size, c.width, self.dtype)
     # Traced once for all of them; but under `nn.jit` a key gives other random weights.
     layer = DecoderLayer if self.is_initializing() else nn.jit(DecoderLayer)
-    self.layer = [layer(c) for _ in range(c.num_layers)]
-    self.norm = RMSNorm(c.norm_eps)
+    self.layer = [layer(c.layer(index)) for index in range(c.num_layers)]
+    self.norm = RMSNorm(c.norm_eps, c.norm_in_float32)
     if not c.tied_head:
       self.head = Embedding(c.vocab_size, c.width, self.dtype)
 
@@ -84,17 +92,21 @@ class Transformer(nn.Module):
     Returns:
       What drafters build on, and the new entries: `cache.append` takes those that are accepted.
     """
-    oldest_BT = None
-    if self.config.window is not None:  # slots are positions
-      oldest_BT = position_BT - (self.config.window - 1)
-      mask_BTT &= position_BT[:, None] >= oldest_BT[..., None]
+    c = self.config
     x_DR = self.embed(token_BT.reshape(-1))
-    rotation = Rotation.of(self.config, position_BT)
+    if c.embedding_scale != 1:
+      x_DR *= jnp.asarray(c.embedding_scale, x_DR.dtype)
+    kinds = [c.layer(index) for index in range(c.num_layers)]
+    rotations = {kind: Rotation.of(kind, position_BT) for kind in dict.fromkeys(kinds)}
+    views = {
+      window: _windowed(window, position_BT, mask_BTT) for window in dict.fromkeys(kind.window for kind in kinds)
+    }
     layers, inputs = [], []
-    for layer, keys_BGSK, values_BGSK in zip(self.layer, cache.keys, cache.values, strict=True):
-      attention = CachedAttention(keys_BGSK, values_BGSK, cache.length, mask_BTT, oldest=oldest_BT)
+    for layer, kind, keys_BGSK, values_BGSK in zip(self.layer, kinds, cache.keys, cache.values, strict=True):
+      oldest_BT, mask_of_layer_BTT = views[kind.window]
+      attention = CachedAttention(keys_BGSK, values_BGSK, cache.length, mask_of_layer_BTT, oldest=oldest_BT)
       inputs.append(x_DR)
-      x_DR, kv_BGTK = layer(x_DR, rotation, attention)
+      x_DR, kv_BGTK = layer(x_DR, rotations[kind], attention)
       layers.append(kv_BGTK)
     inputs.append(x_DR)
     feature_DBT = self.norm(x_DR).reshape(-1, *token_BT.shape)
@@ -105,7 +117,10 @@ class Transformer(nn.Module):
     """Return [V, B, T] f32, next-token logits of normed features."""
     head = self.embed if self.config.tied_head else self.head
     width, *tokens = taps.feature.shape
-    return apply_head(head.weight, taps.feature.reshape(width, -1)).reshape(-1, *tokens)
+    logits_VR = apply_head(head.weight, taps.feature.reshape(width, -1))
+    if self.config.logit_divisor != 1:
+      logits_VR /= self.config.logit_divisor
+    return logits_VR.reshape(-1, *tokens)
 
   def read(self, token_BL: jax.Array) -> Taps:
     """Run whole sequences: there is no cache to keep."""

@@ -2,18 +2,16 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle_jax.config import TargetConfig
 from eagle_jax.files import parse_json
-from eagle_jax.models.families import FAMILIES, Family
+from eagle_jax.models.families import Family
 from eagle_jax.weights.layouts import Keys
 from eagle_jax.weights.pickled import pickled_names, read_pickled
-from eagle_jax.weights.rope import read_rope
 from eagle_jax.weights.safetensors import read_safetensors, safetensors_names
 
 log = logging.getLogger('eagle_jax')
@@ -100,57 +98,6 @@ def _shards(folder: Path, index: Path) -> list[_File]:
   return [_File(folder / shard, frozenset(k for k, place in weight_map.items() if place == shard)) for shard in shards]
 
 
-def hf_target_config(folder: Path, content: Mapping[str, Any]) -> TargetConfig:
-  """The network that a Hugging Face config.json describes, and the EOS ids, which generation_config.json may hold.
-
-  Raises:
-    ValueError: a family that is not in `FAMILIES`, a variant of one that is not supported, or missing fields.
-  """
-  with naming_config(folder):
-    if content.get('model_type') not in FAMILIES:
-      raise ValueError(
-        f'{folder}: model_type {content.get("model_type")!r} is not supported; one of {sorted(FAMILIES)} is.'
-      )
-    family = FAMILIES[content['model_type']]
-    _refuse_variants(folder, content, family)
-    fields = llama_fields(folder, Keys(content), family, 'num_hidden_layers', 'max_position_embeddings')
-    max_context = _context(content, dict(fields.pop('rope_scaling')))
-    has_biases = family.has_biases and bool(content.get('attention_bias'))
-    return TargetConfig(
-      **fields,
-      max_context=max_context,
-      tied_head=bool(content.get('tie_word_embeddings', False)),
-      qkv_bias=family.qkv_bias or has_biases,
-      o_bias=has_biases,
-      qk_norm=family.qk_norm,
-      window=content.get('sliding_window', family.window) if family.is_windowed else None,
-      num_experts=int(content['num_local_experts']) if family.is_routed else 0,
-      experts_per_token=int(content['num_experts_per_tok']) if family.is_routed else 0,
-      eos_ids=_eos_ids(folder, content),
-      num_layers=int(content['num_hidden_layers']),
-      name=folder.name,
-    )
-
-
-def _context(content: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
-  """How many tokens the model was made to see: those of the scaled RoPE, where config.json states the unscaled ones."""
-  context, original = int(content['max_position_embeddings']), scaling.get('original_max_position_embeddings')
-  is_unscaled = scaling.get('rope_type') == 'linear' or (scaling.get('rope_type') == 'yarn' and context == original)
-  return int(context * scaling['factor']) if is_unscaled else context
-
-
-def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
-  """Those that transformers stops at: generation_config.json's, else config.json's."""
-  path = folder / 'generation_config.json'
-  eos = read_json(path).get('eos_token_id') if path.is_file() else None
-  if eos is None:
-    eos = content.get('eos_token_id')
-  eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-  if not all(isinstance(token, int) for token in eos_ids):
-    raise ValueError(f'{folder}: eos_token_id is {eos!r}; an integer, or a list of integers, is needed.')
-  return eos_ids
-
-
 def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str) -> dict[str, Any]:
   """Read the fields that come of the same keys in all families. An absent key means what it does to transformers."""
   needed = (
@@ -166,7 +113,6 @@ def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str)
     raise ValueError(f'{folder}/config.json lacks {missing}: fetch the whole file again.')
   num_heads = int(content['num_attention_heads'])
   head_dim = int(content.get('head_dim') or content['hidden_size'] // num_heads)
-  rope = read_rope(folder, content, head_dim, family.rope_theta)
   return {
     'vocab_size': int(content['vocab_size']),
     'width': int(content['hidden_size']),
@@ -175,25 +121,4 @@ def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str)
     'num_kv_heads': int(content.get('num_key_value_heads') or num_heads),
     'head_dim': head_dim,
     'norm_eps': float(content['rms_norm_eps']),
-    'rope_theta': rope.theta,
-    'rope_slowdown': rope.slowdown,
-    'rope_factor': rope.factor,
-    'rope_scaling': rope.words,
   }
-
-
-def _refuse_variants(folder: Path, content: Mapping[str, Any], family: Family) -> None:
-  """Switches that change the network; the tensors of some of them would not give them away."""
-  if content.get('hidden_act', 'silu') != 'silu':
-    raise ValueError(f"{folder}: hidden_act {content['hidden_act']!r} is not supported, only 'silu'.")
-  if content.get('quantization_config'):
-    raise ValueError(f'{folder} holds quantised weights (quantization_config): use the unquantised checkpoint.')
-  given = {
-    'attention_bias': bool(content.get('attention_bias'))
-    and not (family.has_biases or family.qkv_bias),  # Qwen2 has no such switch
-    'mlp_bias': bool(content.get('mlp_bias')),
-    'use_sliding_window': bool(content.get('use_sliding_window')),
-    'layer_types': any(kind != 'full_attention' for kind in content.get('layer_types') or ()),
-  }
-  if wrong := {name: content[name] for name, is_wrong in given.items() if is_wrong}:
-    raise ValueError(f'{folder}: {wrong} are not supported, only layers that are all alike and without these.')

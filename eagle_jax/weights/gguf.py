@@ -13,6 +13,7 @@ import numpy as np
 
 from eagle_jax.config import TargetConfig
 from eagle_jax.models.families import FAMILIES, Family
+from eagle_jax.weights.rope import chosen_context
 
 _DEFAULT_ROPE_THETA = 10_000.0  # what GGUF means by an absent rope.freq_base
 
@@ -125,17 +126,17 @@ def _read_part(path: Path) -> GGUFFile:
 
 def read_family(file: GGUFFile) -> Family:
   """Find the file's architecture in `FAMILIES`; ValueError if GGUF files of it cannot be read."""
-  name, known = file.metadata.get('general.architecture'), [name for name in FAMILIES if FAMILIES[name].is_in_gguf]
+  name, known = file.metadata.get('general.architecture'), {x.gguf: x for x in FAMILIES.values() if x.gguf}
   if name not in known:
     raise ValueError(f'{file.path}: GGUF architecture {name!r} is not supported; one of {sorted(known)} is.')
-  return FAMILIES[name]
+  return known[name]
 
 
-def target_config(file: GGUFFile) -> TargetConfig:
-  """The network a GGUF file describes.
+def target_config(file: GGUFFile, *, max_context: int | None = None) -> TargetConfig:
+  """The network a GGUF file describes, for texts of so many tokens, see `hub.load_target`.
 
   Raises:
-    ValueError: unsupported architecture or variant, or missing fields (all listed at once).
+    ValueError: unsupported architecture or variant, missing fields (all listed at once), or another context.
   """
   family = read_family(file)
   arch = file.metadata['general.architecture']
@@ -155,7 +156,7 @@ def target_config(file: GGUFFile) -> TargetConfig:
     num_kv_heads=int(fields.get('attention.head_count_kv', num_heads)),  # GGUF: absent means multi-head
     head_dim=head_dim,
     ffn_width=int(fields['feed_forward_length']),
-    max_context=int(fields['context_length']),
+    max_context=chosen_context(file.path, int(fields['context_length']), int(fields['context_length']), max_context),
     norm_eps=float(fields['attention.layer_norm_rms_epsilon']),
     rope_theta=float(fields.get('rope.freq_base', _DEFAULT_ROPE_THETA)),
     rope_slowdown=_rope_slowdown(file),

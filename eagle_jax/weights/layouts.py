@@ -1,15 +1,15 @@
-"""Keys of config.json files of draft heads, as other engines write them: which mean nothing, and what the rest change.
+"""Keys of config.json files of targets and draft heads: which mean nothing, and what the rest change.
 
 A reader takes what it uses out of a file through `Keys`. Each key that is left must be in `IGNORED`, or in `NEUTRAL`
-with a value that changes nothing. Anything else is an error that names the key: a switch that is passed over shows in
-no tensor and in no text, the head only drafts worse.
+with a value that changes nothing. Anything else is an error that names the key: a switch that is passed over may show
+in no tensor, and a head that is read wrongly shows in no text either, it only drafts worse.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Keys that mean nothing to the network of a head, whatever their value.
+# Keys that mean nothing to the network, whatever their value.
 IGNORED = frozenset({
   # Where it comes from.
   'architectures', 'auto_map', 'model_type', '_name_or_path', 'name_or_path', 'model_name', 'transformers_version',
@@ -39,8 +39,8 @@ IGNORED = frozenset({
   'forced_bos_token_id', 'forced_eos_token_id', 'remove_invalid_values', 'exponential_decay_length_penalty',
   'suppress_tokens', 'begin_suppress_tokens', 'prefix', 'tokenizer_class', 'task_specific_params',
   # Residue of a target.
-  'max_window_layers', 'modal_type', 'image_token_id', 'video_token_id', 'audio_token_id', 'vision_start_token_id',
-  'vision_end_token_id', 'vision_token_id',
+  'max_window_layers', 'use_mrope', 'modal_type', 'image_token_id', 'video_token_id', 'audio_token_id',
+  'vision_start_token_id', 'vision_end_token_id', 'vision_token_id',
 })  # fmt: skip
 
 
@@ -55,7 +55,10 @@ _OFF = (False,)
 NEUTRAL: dict[str, Neutral] = {
   'hidden_act': Neutral(('silu', 'swish'), 'the activation of the feed-forward network'),
   'mlp_bias': Neutral(_OFF, 'biases of the feed-forward network'),
+  'attention_bias': Neutral(_OFF, 'biases of queries, keys and values, and of the output'),
   'qkv_bias': Neutral(_OFF, 'biases of queries, keys and values'),
+  'sliding_window': Neutral((), 'how far attention sees'),
+  'use_sliding_window': Neutral(_OFF, 'how far attention sees'),
   'partial_rotary_factor': Neutral((1,), 'how much of each head RoPE turns'),
   'rope_interleaved': Neutral(_OFF, 'which numbers of a head RoPE turns together'),
   'pretraining_tp': Neutral((1,), 'the products of the projections'),
@@ -147,7 +150,7 @@ class Keys(Mapping[str, Any]):
     for nested in self._nested.values():
       yield from nested._faults()
 
-  def require_known(self, folder: Path) -> None:
-    """Raise ValueError if a key that was not read may change the network; all are listed."""
+  def require_known(self, folder: Path, what: str) -> None:
+    """Raise ValueError if a key that was not read may change the network; all are listed. `what` says of what."""
     if faults := sorted(self._faults()):
-      raise ValueError(f'{folder}/config.json describes a head that cannot be drafted with:\n  ' + '\n  '.join(faults))
+      raise ValueError(f'{folder}/config.json describes {what}:\n  ' + '\n  '.join(faults))

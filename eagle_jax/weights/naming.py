@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from eagle_jax.config import TargetConfig
+from eagle_jax.models.families import FAMILIES, Family
 
 
 def _same(array: np.ndarray) -> np.ndarray:
@@ -58,6 +59,8 @@ class _LayerDims(Protocol):
   def qkv_bias(self) -> bool: ...
   @property
   def o_bias(self) -> bool: ...
+  @property
+  def mlp_bias(self) -> bool: ...
   @property
   def num_experts(self) -> int: ...
 
@@ -108,7 +111,14 @@ def _swiglu(config: _LayerDims, path: tuple[str, ...]) -> dict[str, Entry]:
   """Parameter -> place in the feed-forward network at `path`."""
   inward = config.ffn_width, config.width
   joint = functools.partial(Entry, (*path, 'gate_up', 'weight'), inward, (2, *inward))
-  return {'gate.weight': joint(0), 'up.weight': joint(1), 'down.weight': Entry((*path, 'down', 'weight'), inward[::-1])}
+  entries = {
+    'gate.weight': joint(0), 'up.weight': joint(1), 'down.weight': Entry((*path, 'down', 'weight'), inward[::-1])
+  }  # fmt: skip
+  if config.mlp_bias:
+    of_both = functools.partial(Entry, (*path, 'gate_up', 'bias'), inward[:1], (2, inward[0]))
+    of_down = Entry((*path, 'down', 'bias'), inward[1:])
+    entries |= {'gate.bias': of_both(0), 'up.bias': of_both(1), 'down.bias': of_down}
+  return entries
 
 
 def projection_entries(
@@ -149,7 +159,23 @@ HF_PROJECTIONS = {
   'up': 'mlp.up_proj',
   'down': 'mlp.down_proj',
 }
-_HF_EXPERT = {'gate': 'w1', 'up': 'w3', 'down': 'w2'}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Experts:
+  """Names of the tensors of routed experts, each of which has tensors of its own."""
+
+  router: str
+  experts: str
+  gate: str
+  up: str
+  down: str
+
+
+_EXPERTS = {
+  'mixtral': _Experts('block_sparse_moe.gate', 'block_sparse_moe.experts', 'w1', 'w3', 'w2'),
+  'qwen3_moe': _Experts('mlp.gate', 'mlp.experts', 'gate_proj', 'up_proj', 'down_proj'),
+}
 
 
 def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
@@ -168,8 +194,8 @@ def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
   return Table(entries, frozenset({'rope_freqs.weight'}))  # `gguf.target_config` has read it
 
 
-def hf_table(config: TargetConfig) -> Table:
-  """Hugging Face names of a Llama-kind target: those of the families in `models.families`."""
+def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
+  """Hugging Face names of a target of a family."""
   entries = _outer_entries(config, 'model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight')
   optional = set()
   if config.tied_head:  # some files repeat the embedding under this name, and in some it is another matrix all the same
@@ -177,29 +203,73 @@ def hf_table(config: TargetConfig) -> Table:
     optional.add('lm_head.weight')
   ignored = {'model.rotary_emb.inv_freq'}  # a table that RoPE recomputes; older files keep one a layer
   for i in range(config.num_layers):
-    layer, block = f'layer_{i}', f'model.layers.{i}'
+    layer, block, of_layer = f'layer_{i}', f'model.layers.{i}', config.layer(i)
     ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
-    entries[f'{block}.input_layernorm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
-    entries[f'{block}.post_attention_layernorm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    entries |= projection_entries(config, (layer,), block, HF_PROJECTIONS)
+    entries |= _layer_norms(config, (layer,), block)
+    projections = projection_entries(of_layer, (layer,), block, HF_PROJECTIONS)
+    entries |= _fused(config, layer, block, projections) if family.is_fused else projections
     entries |= head_norms(config, (layer,), f'{block}.self_attn.')
-    if config.num_experts:
-      entries |= _expert_entries(config, layer, f'{block}.block_sparse_moe')
+    if of_layer.num_experts:
+      entries |= _expert_entries(of_layer, layer, block, _EXPERTS[family.experts or 'mixtral'])
   return Table(entries, frozenset(ignored), frozenset(optional))
+
+
+def _layer_norms(config: TargetConfig, layer: tuple[str, ...], block: str) -> dict[str, Entry]:
+  """The norms of what attention and the feed-forward network read, and of what they give."""
+  names = {}
+  if config.has_input_norms:
+    read = 'pre_feedforward_layernorm' if config.has_output_norms else 'post_attention_layernorm'
+    names = {'input_layernorm': 'attn_norm', read: 'mlp_norm'}
+  if config.has_output_norms:
+    names |= {'post_attention_layernorm': 'attn_out_norm', 'post_feedforward_layernorm': 'mlp_out_norm'}
+  return {f'{block}.{name}.weight': Entry((*layer, ours, 'scale'), (config.width,)) for name, ours in names.items()}
+
+
+def _fused(config: TargetConfig, layer: str, block: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+  """Phi-3's names: one tensor of all queries, then all keys, then all values; and one of gate, then up."""
+  num_kv_heads, head_dim, width = config.num_kv_heads, config.head_dim, config.width
+  queries = config.num_heads // num_kv_heads
+  head_GQ = np.arange(config.num_heads).reshape(num_kv_heads, queries)
+  kv_G2 = config.num_heads + np.arange(2 * num_kv_heads).reshape(2, num_kv_heads).T
+  head_of_ours = np.concatenate([head_GQ, kv_G2], axis=1).reshape(-1)  # for each head in our order, where it stands
+
+  def reorder(weight: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    return weight.reshape(-1, head_dim, width)[heads].reshape(weight.shape)
+
+  qkv = Entry(
+    (layer, 'attn', 'qkv', 'weight'),
+    (len(head_of_ours) * head_dim, width),
+    (num_kv_heads, queries + 2, head_dim, width),
+    to_ours=lambda weight: reorder(weight, head_of_ours),
+    to_file=lambda weight: reorder(weight, np.argsort(head_of_ours)),
+  )
+  both = 2 * config.ffn_width, width
+  gate_up = Entry((layer, 'mlp', 'gate_up', 'weight'), both, (2, config.ffn_width, width))
+  others = {name: entry for name, entry in entries.items() if entry.path[-2] not in ('qkv', 'gate_up')}
+  return others | {f'{block}.self_attn.qkv_proj.weight': qkv, f'{block}.mlp.gate_up_proj.weight': gate_up}
 
 
 def head_norms(config: Any, layer: tuple[str, ...], prefix: str) -> dict[str, Entry]:
   """The norms of queries and keys, where there are any."""
-  names = ('q_norm', 'k_norm') if config.qk_norm else ()
-  return {f'{prefix}{name}.weight': Entry((*layer, 'attn', name, 'scale'), (config.head_dim,)) for name in names}
+  if not config.qk_norm:
+    return {}
+  sizes = {
+    name: config.head_dim * (num_heads if config.joint_qk_norm else 1)
+    for name, num_heads in (('q_norm', config.num_heads), ('k_norm', config.num_kv_heads))
+  }
+  return {f'{prefix}{name}.weight': Entry((*layer, 'attn', name, 'scale'), (size,)) for name, size in sizes.items()}
 
 
-def _expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:
-  """The router and the experts of one layer, under Mixtral's names."""
-  entries = {f'{block}.gate.weight': Entry((layer, 'mlp', 'router', 'weight'), (config.num_experts, config.width))}
-  for index in range(config.num_experts):
-    expert = _swiglu(config, (layer, 'mlp', f'expert_{index}'))
-    entries |= {_renamed(name, f'{block}.experts.{index}', _HF_EXPERT): entry for name, entry in expert.items()}
+def _expert_entries(config: TargetConfig, layer: str, block: str, names: '_Experts') -> dict[str, Entry]:
+  """The router and the experts of one layer."""
+  E, F, D = config.num_experts, config.ffn_width, config.width
+  mlp = (layer, 'mlp')
+  entries = {f'{block}.{names.router}.weight': Entry((*mlp, 'router', 'weight'), (E, D))}
+  for index in range(E):
+    expert = f'{block}.{names.experts}.{index}'
+    for name, part in ((names.gate, np.s_[index, 0]), (names.up, np.s_[index, 1])):
+      entries[f'{expert}.{name}.weight'] = Entry((*mlp, 'expert_gate_up', 'weight'), (F, D), (E, 2, F, D), part)
+    entries[f'{expert}.{names.down}.weight'] = Entry((*mlp, 'expert_down', 'weight'), (D, F), (E, D, F), np.s_[index])
   return entries
 
 

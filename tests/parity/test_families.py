@@ -19,7 +19,7 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.tree import NO_PARENT, ancestor_mask, depth
-from eagle_jax.weights import naming
+from eagle_jax.weights import naming, targets
 from eagle_jax.weights.load import flatten
 from tiny_files import write_gguf
 
@@ -30,12 +30,13 @@ NUM_PROMPT, NUM_NEW = 50, 24
 SIZES = {
   'vocab_size': 97, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3, 'num_attention_heads': 4,
   'num_key_value_heads': 2, 'max_position_embeddings': 256, 'rms_norm_eps': 1e-5, 'tie_word_embeddings': False,
-  'bos_token_id': None, 'eos_token_id': None,
+  'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None,
 }  # fmt: skip
 LLAMA3_ROPE = {  # a head of 12 has pairs that stay, one between, and pairs that turn eight times slower
   'rope_type': 'llama3', 'rope_theta': 10_000.0, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
   'original_max_position_embeddings': 64,
 }  # fmt: skip
+LONG_ROPE = {'short_factor': [1.0, 1.1, 1.3], 'long_factor': [1.2, 2.0, 7.0]}
 CASES = {
   'llama 2, vicuna': {'model_type': 'llama', 'num_key_value_heads': 4},
   'llama 3.1': {'model_type': 'llama', 'rope_parameters': LLAMA3_ROPE},
@@ -51,6 +52,10 @@ CASES = {
   },
   'mistral': {'model_type': 'mistral', 'sliding_window': 20},
   'mixtral': {'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 2},
+  'qwen3_moe, shares not normalised, a dense layer': {
+    'model_type': 'qwen3_moe', 'num_hidden_layers': 2, 'head_dim': 16, 'num_experts': 16, 'num_experts_per_tok': 3,
+    'moe_intermediate_size': 24, 'norm_topk_prob': False, 'mlp_only_layers': [0],
+  },
   'qwen2': {'model_type': 'qwen2', 'tie_word_embeddings': True},
   'qwen3': {'model_type': 'qwen3', 'head_dim': 16},
   'qwen3, YaRN without truncation, biases': {
@@ -60,7 +65,21 @@ CASES = {
       'beta_fast': 4.0, 'beta_slow': 0.5, 'truncate': False, 'mscale': 2.0, 'mscale_all_dim': 0.5,
     },
   },
+  'smollm3': {
+    'model_type': 'smollm3', 'num_hidden_layers': 2, 'no_rope_layers': [1, 0], 'use_sliding_window': True,
+    'sliding_window': 20, 'tie_word_embeddings': True,
+  },
+  'olmo2': {'model_type': 'olmo2', 'num_hidden_layers': 2, 'attention_bias': True},
+  'granite': {
+    'model_type': 'granite', 'num_hidden_layers': 2, 'embedding_multiplier': 3.0, 'attention_multiplier': 0.2,
+    'residual_multiplier': 0.5, 'logits_scaling': 4.0, 'mlp_bias': True, 'attention_bias': True,
+  },
+  'phi3, beyond the original context': {
+    'model_type': 'phi3', 'num_hidden_layers': 2, 'original_max_position_embeddings': 32,
+    'rope_parameters': {'rope_type': 'longrope', 'rope_theta': 5000.0, 'partial_rotary_factor': 0.5} | LONG_ROPE,
+  },
 }  # fmt: skip
+MAX_CONTEXT = {'phi3, beyond the original context': 256}
 TREE_PARENTS = [NO_PARENT, 0, 0, 0, 1, 1, 2, 4, 7]
 
 
@@ -72,7 +91,7 @@ class Pair:
   target: Target
 
 
-def saved(folder, case: dict) -> transformers.PreTrainedModel:
+def saved(path, case: dict) -> transformers.PreTrainedModel:
   """A model with every weight random, norm scales and biases too, saved in two shards."""
   torch.manual_seed(0)
   config = transformers.AutoConfig.for_model(**SIZES | case)
@@ -80,16 +99,16 @@ def saved(folder, case: dict) -> transformers.PreTrainedModel:
   for parameter in model.parameters():
     torch.nn.init.normal_(parameter, std=0.3)
   num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-  model.save_pretrained(folder, max_shard_size=int(0.6 * num_bytes))
-  assert len(list(folder.glob('model-*.safetensors'))) == 2
+  model.save_pretrained(path, max_shard_size=int(0.6 * num_bytes))
+  assert len(list(path.glob('model-*.safetensors'))) == 2
   return model
 
 
 @pytest.fixture(scope='module', params=CASES)
 def pair(request, tmp_path_factory) -> Pair:
-  folder = tmp_path_factory.mktemp('family')
-  model = saved(folder, CASES[request.param])
-  return Pair(model, hub.load_target(folder))
+  path = tmp_path_factory.mktemp('family')
+  model = saved(path, CASES[request.param])
+  return Pair(model, hub.load_target(path, max_context=MAX_CONTEXT.get(request.param)))
 
 
 def prompt() -> np.ndarray:
@@ -116,8 +135,8 @@ def our_passes(target: Target, token_1T: np.ndarray) -> tuple[np.ndarray, np.nda
   return np.asarray(prompt_LV), np.asarray(tree_TV)
 
 
-def their_passes(model, token_1T: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-  """The same; the tree in one pass with the prompt, under a mask that is made here."""
+def their_passes(model, token_1T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The same; the tree in one pass with the prompt, under masks that are made here."""
   num_rows = NUM_PROMPT + len(TREE_PARENTS)
   visible, position = np.zeros((num_rows, num_rows), bool), np.arange(num_rows)
   for row in range(num_rows):
@@ -125,9 +144,15 @@ def their_passes(model, token_1T: np.ndarray, window: int | None) -> tuple[np.nd
     if row:
       visible[row], position[row] = visible[parent], position[parent] + 1
     visible[row, row] = True
+
+  def mask_of(visible: np.ndarray) -> torch.Tensor:
+    return torch.where(torch.from_numpy(visible), 0.0, torch.finfo(torch.float32).min)[None, None]
+
+  mask, window = mask_of(visible), getattr(model.config, 'sliding_window', None)
   if window is not None:
-    visible &= position[:, None] - position[None] < window
-  mask = torch.where(torch.from_numpy(visible), 0.0, torch.finfo(torch.float32).min)[None, None]
+    of_window = mask_of(visible & (position[:, None] - position[None] < window))
+    is_mixed = hasattr(model.config, 'layer_types')
+    mask = {'full_attention': mask, 'sliding_attention': of_window} if is_mixed else of_window
   ids = torch.from_numpy(np.concatenate([prompt(), token_1T], axis=1)).long()
   with torch.no_grad():
     causal = model(ids[:, :NUM_PROMPT]).logits[0].numpy()  # transformers' own mask
@@ -143,8 +168,7 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 def errors(pair: Pair) -> tuple[float, float]:
   """Of the prompt's logits, and of the tree's."""
   token_1T = np.random.default_rng(1).integers(0, SIZES['vocab_size'], (1, len(TREE_PARENTS)), dtype=np.int32)
-  window = getattr(pair.model.config, 'sliding_window', None)
-  ours, theirs = our_passes(pair.target, token_1T), their_passes(pair.model, token_1T, window)
+  ours, theirs = our_passes(pair.target, token_1T), their_passes(pair.model, token_1T)
   return relative_error(ours[0], theirs[0]), relative_error(ours[1], theirs[1])
 
 
@@ -158,6 +182,8 @@ def test_logits(pair):
     ('mistral', {'window': None}),
     ('llama 3.1', {'rope_slowdown': ()}),
     ('llama, linear scaling', {'rope_slowdown': ()}),
+    ('smollm3', {'layer_changes': ()}),
+    ('phi3, beyond the original context', {'rope_factor': 1.0}),
   ],
   indirect=['pair'],
 )
@@ -165,6 +191,43 @@ def test_what_no_tensor_gives_away_is_seen_here(pair, off):
   """Weights load without these switches just as well: the inputs must be such that they count."""
   target = dataclasses.replace(pair.target, config=dataclasses.replace(pair.target.config, **off))
   assert min(errors(dataclasses.replace(pair, target=target))) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize('length', [20, 60, 100])
+@pytest.mark.parametrize(
+  ('family', 'scaling'),
+  [
+    ('llama', {'rope_type': 'default'}),
+    ('llama', {'rope_type': 'linear', 'factor': 4.0}),
+    ('llama', {'rope_type': 'dynamic', 'factor': 4.0}),
+    ('qwen3', {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}),
+    ('llama', LLAMA3_ROPE | {'original_max_position_embeddings': 16}),
+    ('phi3', {'rope_type': 'longrope', 'partial_rotary_factor': 0.5} | LONG_ROPE),
+    ('phi3', {'rope_type': 'longrope', 'partial_rotary_factor': 0.5, 'attention_factor': 1.5} | LONG_ROPE),
+    ('llama', {'rope_type': 'longrope', 'factor': 2.0, 'original_max_position_embeddings': 32,
+      'short_factor': [1.0] * 6, 'long_factor': [2.0] * 6}),
+  ],
+)  # fmt: skip
+@pytest.mark.parametrize('key', ['rope_scaling', 'rope_parameters'])
+def test_frequencies_are_those_of_texts_of_the_context(family, scaling, key, length, tmp_path):
+  """Under both keys; past the original context too, which is 32 or, with dynamic scaling, 64."""
+  content = SIZES | {'max_position_embeddings': 64 if scaling['rope_type'] == 'dynamic' else 128, 'head_dim': 12}
+  scaling = {'rope_theta': 5000.0} | scaling
+  content |= {'original_max_position_embeddings': 32} if family == 'phi3' else {}
+  theirs = transformers.AutoConfig.for_model(family, **content, rope_parameters=dict(scaling))
+  kind, d = scaling['rope_type'], int(12 * scaling.get('partial_rotary_factor', 1))
+  frequency_P, factor = 5000.0 ** (-np.arange(d // 2) / (d // 2)), 1.0
+  if kind != 'default':
+    frequency_P, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs, 'cpu', seq_len=length)
+  config = targets.target_config(
+    tmp_path,
+    content | {'model_type': family, key: scaling},
+    max_context=max(length, 64) if kind == 'dynamic' else length,
+  )
+  ours_P = config.rope_theta ** (-np.arange(d // 2) / (d // 2)) / np.asarray(config.rope_slowdown or 1.0)
+  np.testing.assert_allclose(ours_P, frequency_P, rtol=2e-6)
+  assert config.rope_factor == pytest.approx(factor, rel=1e-6)
+  assert config.rotary_dim == (None if d == 12 else d)
 
 
 def test_text(pair):

@@ -1,0 +1,192 @@
+"""The network that the config.json of a Hugging Face folder describes."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_jax.config import TargetConfig
+from eagle_jax.models.families import FAMILIES, Family
+from eagle_jax.weights.folder import llama_fields, naming_config, read_json
+from eagle_jax.weights.layouts import Keys
+from eagle_jax.weights.rope import Settings, chosen_context
+
+log = logging.getLogger('eagle_jax')
+
+
+def read_family(folder: Path, content: Mapping[str, Any]) -> Family:
+  """Find the family of a config.json in `FAMILIES`; ValueError if it is not there."""
+  with naming_config(folder):
+    if content.get('model_type') not in FAMILIES:
+      raise ValueError(
+        f'{folder}: model_type {content.get("model_type")!r} is not supported; one of {sorted(FAMILIES)} is.'
+      )
+    return FAMILIES[content['model_type']]
+
+
+def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int | None = None) -> TargetConfig:
+  """Read the network of a target, and its EOS ids, which generation_config.json may hold.
+
+  Args:
+    folder: of the file.
+    content: of the file.
+    max_context: how many tokens texts may have, see `hub.load_target`.
+
+  Raises:
+    ValueError: a family that is not in `FAMILIES`, a key that may change the network in a way that is not supported,
+      missing keys, or another context.
+  """
+  family = read_family(folder, content)
+  with naming_config(folder):
+    _refuse_quantised(folder, content)
+    keys = Keys({**content, **_meant_by_absence(family, content)})
+    fields = llama_fields(folder, keys, family, 'num_hidden_layers', 'max_position_embeddings')
+    settings = Settings.read(
+      folder,
+      keys,
+      fields['head_dim'],
+      theta=10_000.0,
+      kinds=family.rope_kinds,
+      is_partial='partial_rotary_factor' in family.holds,
+    )
+    max_context = chosen_context(folder, *settings.contexts(), max_context)
+    rope = settings.rope(max_context)
+    layers = _layers(folder, keys, family)
+    _read_past(keys, family)
+    has_biases = 'attention_bias' in family.holds and keys.flag('attention_bias')
+    config = TargetConfig(
+      **fields | layers[0],
+      num_layers=len(layers),
+      max_context=max_context,
+      rope_theta=rope.theta,
+      rope_slowdown=rope.slowdown,
+      rope_factor=rope.factor,
+      rotary_dim=settings.rotary_dim if settings.rotary_dim != fields['head_dim'] else None,
+      tied_head=keys.flag('tie_word_embeddings'),
+      qkv_bias=family.qkv_bias or has_biases,
+      o_bias=has_biases,
+      mlp_bias='mlp_bias' in family.holds and keys.flag('mlp_bias'),
+      **{name: getattr(family, name) for name in _SWITCHES},
+      **_multipliers(keys, family),
+      shares_sum_to_1='norm_topk_prob' not in family.holds or keys.flag('norm_topk_prob'),
+      experts_per_token=int(keys['num_experts_per_tok']) if family.experts else 0,
+      layer_changes=_changes(layers),
+      eos_ids=_eos_ids(folder, content),
+      name=folder.name,
+    )
+    keys.require_known(folder, 'a model that cannot be run')
+    return config
+
+
+_SWITCHES = 'qk_norm', 'joint_qk_norm', 'has_input_norms', 'has_output_norms', 'norm_in_float32'
+_MULTIPLIERS = {
+  'embedding_scale': 'embedding_multiplier',
+  'attention_scale': 'attention_multiplier',
+  'residual_scale': 'residual_multiplier',
+  'logit_divisor': 'logits_scaling',
+}
+
+
+def _multipliers(keys: Keys, family: Family) -> dict[str, Any]:
+  """Granite's; absent, they are 1, that of scores too."""
+  return {field: float(keys.get(key, 1.0)) for field, key in _MULTIPLIERS.items() if key in family.holds}
+
+
+def _meant_by_absence(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
+  """What the absent keys mean. So does null, but for `sliding_window`, where it means none."""
+  present = {name for name, value in content.items() if value is not None or name == 'sliding_window'}
+  return {name: value for name, value in family.absent.items() if name not in present}
+
+
+def _read_past(keys: Keys, family: Family) -> None:
+  """Count keys as read that say what the family is."""
+  if family.qkv_bias:  # such a family has no switch for them
+    keys.get('attention_bias')
+  if family.qk_norm and keys.get('use_qk_norm', True) is not True:
+    raise ValueError(
+      f'use_qk_norm {keys["use_qk_norm"]!r}: layers without norms of queries and keys are not supported.'
+    )
+
+
+def _changes(layers: list[dict[str, Any]]) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
+  """How layers differ from the first one, as `TargetConfig.layer_changes` has it."""
+  differing = ((i, tuple(set(layer.items()) - set(layers[0].items()))) for i, layer in enumerate(layers))
+  return tuple((i, tuple(sorted(changes))) for i, changes in differing if changes)
+
+
+def _layers(folder: Path, keys: Keys, family: Family) -> list[dict[str, Any]]:
+  """The fields of each layer in which layers may differ."""
+  num_layers = int(keys['num_hidden_layers'])
+  if num_layers < 1:
+    raise ValueError(f'{folder}: num_hidden_layers must be positive, got {num_layers}.')
+  has_rope = _rope_layers(folder, keys, family, num_layers)
+  windows, routed = _windows(folder, keys, family, has_rope), _routed_layers(keys, family, num_layers)
+  return [{'window': w, 'has_rope': r, **x} for w, r, x in zip(windows, has_rope, routed, strict=True)]
+
+
+def _routed_layers(keys: Keys, family: Family, num_layers: int) -> list[dict[str, Any]]:
+  """The number of experts of each layer, 0 where it is not routed, and the width of its feed-forward networks."""
+  width = int(keys['intermediate_size'])
+  if not family.experts:
+    return [{'num_experts': 0, 'ffn_width': width}] * num_layers
+  num_experts = keys.get('num_experts', keys.get('num_local_experts'))
+  if num_experts is None:
+    raise ValueError("it lacks 'num_experts': fetch the whole file again.")
+  of_expert = int(keys.get('moe_intermediate_size', width))
+  step, dense = 1, []
+  if 'decoder_sparse_step' in family.holds:
+    step, dense = int(keys['decoder_sparse_step']), keys.get('mlp_only_layers', [])
+  is_routed = [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
+  routed, plain = ({'num_experts': e, 'ffn_width': w} for e, w in ((int(num_experts), of_expert), (0, width)))
+  return [routed if is_on else plain for is_on in is_routed]
+
+
+def _rope_layers(folder: Path, keys: Keys, family: Family, num_layers: int) -> list[bool]:
+  """Which layers have RoPE."""
+  if 'no_rope_layers' not in family.holds:
+    return [True] * num_layers
+  interval = int(keys['no_rope_layer_interval'])
+  given = keys.get('no_rope_layers', [(index + 1) % interval != 0 for index in range(num_layers)])
+  if len(given) < num_layers:
+    raise ValueError(f'{folder}: no_rope_layers {given} says too little of {num_layers} layers.')
+  return [bool(is_on) for is_on in given[:num_layers]]
+
+
+def _windows(folder: Path, keys: Keys, family: Family, has_rope: list[bool]) -> list[int | None]:
+  """How many tokens each layer sees; None: all."""
+  holds, num_layers = family.holds, len(has_rope)
+  window = keys.get('sliding_window') if 'sliding_window' in holds else None
+  if 'use_sliding_window' in holds and not keys.flag('use_sliding_window'):
+    window = None
+  usual = [True] * num_layers
+  if 'max_window_layers' in holds:
+    first = int(keys['max_window_layers'])
+    usual = [first <= index for index in range(num_layers)]
+  elif 'no_rope_layers' in holds:
+    usual = [not is_on for is_on in has_rope]
+  types = [str(kind) for kind in keys.get('layer_types', ())]
+  known = {'full_attention'} | ({'sliding_attention'} if 'layer_types' in holds and window is not None else set())
+  if not {*types} <= known or len(types) not in (0, num_layers):
+    raise ValueError(
+      f'{folder}: layer_types {types} with sliding_window {window} in {num_layers} layers is not supported: how far '
+      'attention sees.'
+    )
+  is_windowed = [kind == 'sliding_attention' for kind in types] or usual
+  return [int(window) if window is not None and is_on else None for is_on in is_windowed]
+
+
+def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
+  """Those that transformers stops at: generation_config.json's, else config.json's."""
+  path = folder / 'generation_config.json'
+  eos = read_json(path).get('eos_token_id') if path.is_file() else None
+  if eos is None:
+    eos = content.get('eos_token_id')
+  eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+  if not all(isinstance(token, int) for token in eos_ids):
+    raise ValueError(f'{folder}: eos_token_id is {eos!r}; an integer, or a list of integers, is needed.')
+  return eos_ids
+
+
+def _refuse_quantised(folder: Path, content: Mapping[str, Any]) -> None:
+  if content.get('quantization_config'):
+    raise ValueError(f'{folder} holds quantised weights (quantization_config): use the unquantised checkpoint.')
