@@ -17,7 +17,7 @@ decode/verify, decode/commit, decode/prefill, decode/step, decode/generate.
 
 from importlib.metadata import PackageNotFoundError, version
 
-from eagle_jax import decode
+from eagle_jax import decode, viz
 from eagle_jax.decode import Generation, generate, stream
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.hub import load_drafter, load_target, save_drafter
@@ -36,4 +36,5 @@ except PackageNotFoundError:  # imported from a folder that was not installed
 __all__ = [
   'Adaptive', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'Generation', 'GumbelMax', 'Plain', 'StaticTree', 'Target',
   'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
+  'viz',
 ]  # fmt: skip

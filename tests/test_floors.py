@@ -36,6 +36,7 @@ ORDER = {
     'batching', 'generate', '__init__',
   ),
   'evaluate': ('__init__', 'example', 'features', 'answered', 'trace', 'calibration', 'random_pairs'),
+  'viz': ('words', 'layout', 'picture', 'page', '__init__'),
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')
 BACKENDS = frozenset({'cpu', 'gpu', 'tpu', 'cuda', 'rocm'})
