@@ -5,54 +5,48 @@ A model too large for one device: --num_model=8 --dtype=bfloat16, and on a TPU p
 """
 
 import json
-import sys
 
 import cluster
 import common
 import entry
+import inputs
 import options
+import output
+import traces
 from absl import flags
 from tqdm import tqdm
 
 from eagle_jax import decode
-from eagle_jax.text import read_prompts
 
 FLAGS = flags.FLAGS
-flags.adopt_module_key_flags(options)  # so that --help explains them
+flags.adopt_module_key_flags(inputs)  # so that --help explains them
+flags.adopt_module_key_flags(options)
 flags.adopt_module_key_flags(cluster)
-flags.DEFINE_string('prompt', None, 'The prompt.')
-flags.DEFINE_string('batch_file', None, 'File with one prompt a line, or JSON Lines with `prompt`.')
-flags.DEFINE_integer('batch_size', None, 'Number of prompts decoded together; default all.', lower_bound=1)
+flags.adopt_module_key_flags(traces)
 flags.DEFINE_bool('stream', True, 'Print the text while it is decoded (a single --prompt, without --json).')
 flags.DEFINE_bool('json', False, 'Print only JSON to standard output, one object for each prompt.')
 
 
-def requested_prompts():
-  if (FLAGS.prompt is None) == (FLAGS.batch_file is None) or (FLAGS.batch_size and FLAGS.prompt is not None):
-    raise ValueError('Pass either --prompt or --batch_file; --batch_size goes with --batch_file only.')
-  return [FLAGS.prompt] if FLAGS.batch_file is None else list(read_prompts(FLAGS.batch_file))
-
-
 def main(_):
   cluster.join()
-  prompts = requested_prompts()
-  request = options.requested()
+  prompts = inputs.requested()
+  request, is_traced = options.requested(), traces.requested(len(prompts))
   target, drafter = common.models()
-  if FLAGS.stream and not FLAGS.json and FLAGS.prompt is not None:
+  if FLAGS.stream and not FLAGS.json and not is_traced and FLAGS.prompt is not None:
     out = decode.stream(target, drafter, prompts[0], **request)
     for chunk in out:
       print(chunk.text, end='', flush=True)
     print()
   else:
-    out = decode.generate_each(target, drafter, prompts, batch_size=FLAGS.batch_size, **request)
-    for one in tqdm(out, total=len(prompts), disable=FLAGS.batch_size is None):
+    out = decode.generate_each(target, drafter, prompts, batch_size=FLAGS.batch_size, trace=is_traced, **request)
+    for number, one in enumerate(tqdm(out, total=len(prompts), disable=FLAGS.batch_size is None)):
+      if FLAGS.show_tree:
+        traces.show(out.trace[number], target.tokenizer)
       shown = {'text': one.text, 'tokens': one.tokens, 'stats': out.stats}
       print(json.dumps(shown) if FLAGS.json else f'{one.text}\n', flush=True)
-  line = (
-    '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
-    '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'
-  )
-  print(line.format(**out.stats), file=sys.stderr)
+    if FLAGS.trace_html is not None:
+      traces.write(out.trace, target.tokenizer, prompts)
+  output.print_statistics(out.stats)
 
 
 if __name__ == '__main__':

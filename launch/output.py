@@ -1,4 +1,4 @@
-"""Prepare a launcher's standard output and error, and end it with one line on an error."""
+"""Prepare a launcher's standard output and error, and write the last line: statistics, or an error."""
 
 import io
 import os
@@ -14,6 +14,15 @@ def prepare() -> None:
     fail('standard output is closed: redirect it to a file or to /dev/null.')
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors='backslashreplace')  # a terminal's encoding may lack characters of the text
+
+
+def print_statistics(stats: dict) -> None:
+  """Print one line about what was decoded to standard error; see `Generation.stats`."""
+  line = (
+    '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
+    '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'
+  )
+  print(line.format(**stats), file=sys.stderr)
 
 
 def fail(reason: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,6 +16,8 @@ import pytest
 
 pytest.importorskip('gguf')
 
+import traces
+
 from eagle_jax import hub
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.drafter import Drafter
@@ -22,6 +25,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.train.configuration import read_configuration
 from eagle_jax.weights import naming
 from tiny_files import TINY, byte_metadata, random_tensors, write_gguf
+from tiny_traces import A_CYCLE
 
 ROOT = Path(__file__).parents[1]
 DRAFTER = DrafterConfig(vocab_size=11, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64)
@@ -73,6 +77,10 @@ def launch(name, *flags):
       "The cluster 'auto' cannot be joined: coordinator_address should be defined.",
     ),
     (['--prompt=hello', '--cluster=localhost:1,2,5'], 'process_id < num_processes'),
+    (['--prompt=hello', '--target=no-such-model', '--show_tree', '--json'], 'drop one, or take --trace_html=FILE'),
+    (['--prompt=hello', '--target=no-such-model', '--trace_html=launch'], '--trace_html=launch is a folder'),
+    ([f'--batch_file={__file__}', '--batch_size=2', '--trace_html=x'], 'with --batch_size=2: drop --batch_size'),
+    (['--prompt=hello', f'--trace_html={__file__}/page.html'], f'{__file__}/page.html cannot be written'),
     (['--prompt=hello', '--num_model=3'], '`num_model` must divide the number of devices, 1, got 3'),
   ],
 )
@@ -353,6 +361,30 @@ def test_stream_prints_the_text_and_a_line_of_statistics(smollm2):
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip()
   assert 'tau 1.00' in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(('is_terminal', 'no_colour'), [(True, False), (True, True), (False, False)])
+def test_trees_are_coloured_on_a_terminal(monkeypatch, capsys, is_terminal, no_colour):
+  monkeypatch.setattr(sys.stdout, 'isatty', lambda: is_terminal)
+  monkeypatch.delenv('NO_COLOR', raising=False)
+  if no_colour:
+    monkeypatch.setenv('NO_COLOR', '')
+  traces.show([A_CYCLE], None)
+  printed = capsys.readouterr().out
+  assert printed.startswith('pass 1 of 1, nodes: 5, new tokens: 3\n97\n')
+  assert ('\033[' in printed) == (is_terminal and not no_colour)
+
+
+def test_trees_are_printed_and_written(byte_level_target, tmp_path):
+  flags = [f'--target={byte_level_target}', '--drafter=ngram', '--policy=chain', '--max_depth=2', '--max_new_tokens=12']
+  done = launch('generate', *flags, '--prompt=</script>', '--show_tree', f'--trace_html={tmp_path / "page.html"}')
+  assert done.returncode == 0, done.stderr
+  num_tokens, num_passes = map(int, re.search(r'(\d+) new tokens in (\d+) target', done.stderr).groups())
+  passes = re.findall(r'^pass \d+ of (\d+), nodes: \d+, new tokens: (\d+)$', done.stdout, re.MULTILINE)
+  assert [int(of) for of, _ in passes] == [num_passes] * num_passes
+  assert sum(int(num) for _, num in passes) + 1 == num_tokens  # one is the prefill's
+  assert done.stdout.count('(bonus') == num_passes
+  assert '\\u003c/script>' in (tmp_path / 'page.html').read_text(encoding='utf-8')
 
 
 @pytest.mark.slow

@@ -115,17 +115,20 @@ def generate_each(
   prompts: Sequence[str] | Sequence[Sequence[int]],
   *,
   batch_size: int | None = None,
+  trace: bool = False,
   options: Options,
 ) -> 'Answers':
   """Decode prompts and yield each `Answer` in order, as soon as it and those before it are done.
 
   Meant for many prompts: answers that were yielded survive a later failure. Arguments as in `generate`; without
-  `batch_size` all prompts are decoded together and finish at the same time.
+  `batch_size` all prompts are decoded together and finish at the same time; with `trace` they leave their cycles in
+  `Answers.trace`.
 
   Raises:
     ValueError: as `generate`, at the call and not at the first answer.
   """
-  return Answers(target, _check(target, drafter, prompts, options, batch_size=batch_size))
+  request = _check(target, drafter, prompts, options, batch_size=batch_size)
+  return Answers(target, request.traced() if trace else request)
 
 
 @takes_options
