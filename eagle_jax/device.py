@@ -58,6 +58,21 @@ def memory_bytes() -> int | None:
   return None if limit is None else limit * len(devices)
 
 
+def free_memory_bytes() -> int | None:
+  """Return the bytes of memory that are free for this process's devices; None if the system does not report them."""
+  devices = jax.local_devices()
+  if devices[0].platform == 'cpu':
+    try:
+      lines = Path('/proc/meminfo').read_text(encoding='utf-8').splitlines()
+    except OSError:
+      return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith('MemAvailable:')), None)
+  stats = [device.memory_stats() or {} for device in devices]
+  if any('bytes_limit' not in each for each in stats):
+    return None
+  return sum(each['bytes_limit'] - each['bytes_in_use'] for each in stats)
+
+
 def cpu_features() -> str:
   """Return the CPU's instruction sets, as Linux names them; '' on other systems."""
   try:

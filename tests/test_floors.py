@@ -35,7 +35,7 @@ ORDER = {
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',
     'batching', 'generate', '__init__',
   ),
-  'evaluate': ('__init__', 'example', 'features', 'answered', 'trace', 'calibration', 'random_pairs'),
+  'evaluate': ('__init__', 'example', 'features', 'guesses', 'answered', 'trace', 'calibration', 'random_pairs'),
   'viz': ('words', 'layout', 'picture', 'page', '__init__'),
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')

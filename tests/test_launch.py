@@ -234,6 +234,43 @@ def test_a_pair_that_cannot_be_had_is_refused(files, name, flags, complaint, tmp
   assert complaint in done.stderr
 
 
+@pytest.fixture(scope='module')
+def examined(byte_level_target, tmp_path_factory):
+  """The flags of a short examination of the byte-level target, with a random head and with one for another target."""
+  folder = tmp_path_factory.mktemp('examined')
+  (folder / 'short.jsonl').write_text(
+    ''.join(json.dumps({'question_id': n, 'turns': [text]}) + '\n' for n, text in enumerate(('why', 'who', 'how')))
+  )
+  for name, vocab_size in (('random', 259), ('other', 11)):
+    config = dataclasses.replace(DRAFTER, vocab_size=vocab_size)
+    hub.save_drafter(Drafter(config, Eagle(config).init_params(jax.random.key(0))), folder / name)
+  questions = [f'--questions={folder}', '--tasks=short', '--max_new_tokens=16', '--nospeed']
+  return [f'--target={byte_level_target}', *questions], folder
+
+
+@pytest.mark.parametrize(('drafter', 'code', 'kinds'), [('random', 1, ['untrained']), ('ngram', 0, [])])
+def test_the_doctor_s_exit_code_says_whether_something_is_wrong(examined, drafter, code, kinds):
+  flags, folder = examined
+  done = launch('doctor', *flags, f'--drafter={folder / drafter if drafter == "random" else drafter}', '--json')
+  assert done.returncode == code, done.stderr
+  report = json.loads(done.stdout)
+  assert report['ok'] == (code == 0)
+  assert [one['kind'] for one in report['findings']] == kinds
+  assert all(one.keys() == {'kind', 'evidence', 'try'} for one in report['findings'])
+  assert report['texts']['compared'] == 6
+  assert report['speed'] is None
+
+
+@pytest.mark.parametrize(('drafter', 'complaint'), [('', 'pass --drafter'), ('other', 'vocab_size 11 instead of 259')])
+def test_the_doctor_refuses_what_is_no_pair(examined, drafter, complaint):
+  flags, folder = examined
+  done = launch('doctor', *flags, f'--drafter={drafter and folder / drafter}')
+  assert done.returncode == 2
+  *_, line = done.stderr.splitlines()
+  assert line.startswith('error: ')
+  assert complaint in line
+
+
 def test_a_flag_that_would_be_ignored_is_refused():
   done = launch('cost', '--temperature=1')
   assert done.returncode == 1

@@ -81,13 +81,13 @@ def calibrate(
   bins = reliability(nodes)
   return {
     'expected_error': bins.expected_error,
-    'below_0.05': _nan_to_none(bins.acceptance)[0],
-    'above_0.95': _nan_to_none(bins.acceptance)[-1],
-    'acceptance_by_rank': _nan_to_none(acceptance_by_rank(nodes)),
-    **{name: _nan_to_none(getattr(bins, name)) for name in Reliability._fields},
+    'below_0.05': nan_to_none(bins.acceptance)[0],
+    'above_0.95': nan_to_none(bins.acceptance)[-1],
+    'acceptance_by_rank': nan_to_none(acceptance_by_rank(nodes)),
+    **{name: nan_to_none(getattr(bins, name)) for name in Reliability._fields},
   }
 
 
-def _nan_to_none(x_n: np.ndarray) -> list[float | None]:
+def nan_to_none(x_n: np.ndarray) -> list[float | None]:
   """Convert to a list for JSON, which has no NaN."""
   return [None if np.isnan(x) else x for x in x_n.tolist()]

@@ -6,7 +6,7 @@ drafter sees the noise that the text was sampled with.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.decode.buckets import pad_prompts
 from eagle_jax.decode.build import build
 from eagle_jax.decode.prefill import prepare, run_prefill
+from eagle_jax.decode.record import Cycle
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import decode_loop, result, step, tau
 from eagle_jax.draft.drafter import Drafter
@@ -196,7 +197,7 @@ def observe(
       for b, num_left in enumerate(num_new_B - num_tokens_B[: len(num_new_B)]):
         if num_left > 0:
           own_tree = DraftTree(*(x[b] for x in tree))
-          found.append(_used_nodes(own_tree, path_BP[b], max_depth=min(int(num_left), policy.max_depth)))
+          found.append(used_nodes(own_tree, path_BP[b], max_depth=min(int(num_left), policy.max_depth)))
   if not found:
     raise ValueError(
       f'At least one answer must have more than one token, got {len(examples)} answers of a single token, which '
@@ -208,7 +209,7 @@ def observe(
 _jitted_step = jax.jit(step, static_argnames='spec', donate_argnames='state')
 
 
-def _used_nodes(tree: DraftTree, path_P: np.ndarray, *, max_depth: int) -> Nodes:
+def used_nodes(tree: DraftTree, path_P: np.ndarray, *, max_depth: int) -> Nodes:
   """Collect the used nodes of one tree, down to `max_depth`."""
   depth_T = np.zeros(len(tree.token), np.int32)
   rank_T = np.zeros(len(tree.token), np.int32)
@@ -221,6 +222,24 @@ def _used_nodes(tree: DraftTree, path_P: np.ndarray, *, max_depth: int) -> Nodes
   log_p_T, is_tried_T = tree.log_q - tree.log_q[tree.parent], is_accepted_T[tree.parent]
   fields: Any = tree.log_q, log_p_T, depth_T, rank_T, is_tried_T, is_accepted_T
   return Nodes(*(x_T[is_counted_T] for x_T in fields))
+
+
+def nodes_of_cycles(cycles: Iterable[Cycle], *, num_tokens: int, max_depth: int) -> list[Nodes]:
+  """Collect the drafted nodes of a text that was decoded with a trace, as `observe` does along recorded ones.
+
+  Args:
+    cycles: of the text, from `Generation.trace`.
+    num_tokens: of the text, prompt included; nodes beyond its end are left out.
+    max_depth: of the policy.
+  """
+  return [
+    used_nodes(
+      DraftTree(one.token, one.parent, one.log_q),  # type: ignore[arg-type]
+      one.path,
+      max_depth=min(num_tokens - one.text_length, max_depth),
+    )
+    for one in cycles
+  ]
 
 
 def require_traceable(target: Target, drafter: Drafter) -> None:
