@@ -66,18 +66,26 @@ class TargetConfig:
   num_experts: int = 0  # E, Mixtral: routed feed-forward networks a layer; 0: a single one for all tokens
   experts_per_token: int = 0
   shares_sum_to_1: bool = True  # of a token's experts; False: they are probabilities among all experts
+  expert_bias: bool = False  # gpt-oss: biases of the router and of experts
+  activation: str = 'silu'  # of the gate; Gemma: 'gelu_tanh'
+  gate_limit: float | None = None  # gpt-oss: gates and inputs are clamped, and SwiGLU is another, see `layers.activate`
+  gate_slope: float = 1.702  # its sigmoid's
+  has_sinks: bool = False  # gpt-oss: each head's softmax has one more logit, a parameter, that weighs nothing
   has_input_norms: bool = True  # of attention and of the feed-forward network
   has_output_norms: bool = False  # OLMo-2, Gemma 3: norms of what the two add to the residual stream
   norm_in_float32: bool = False  # OLMo-2: norms multiply by their scale before they round to the weights' dtype
-  embedding_scale: float = 1.0  # Granite: multiplies embeddings
-  attention_scale: float | None = None  # Granite: multiplies scores; None: 1 / sqrt(K)
+  norm_offset: float = 0.0  # Gemma: what norms add to their scale
+  embedding_scale: float = 1.0  # Granite, Gemma: multiplies embeddings
+  attention_scale: float | None = None  # Granite, Gemma: multiplies scores; None: 1 / sqrt(K)
   residual_scale: float = 1.0  # Granite: multiplies what attention and the feed-forward network add
   logit_divisor: float = 1.0  # Granite
+  logit_cap: float | None = None  # Gemma: logits are cap * tanh(logits / cap)
   # Layers that differ from the others: pairs of an index and of fields with their values there, pairs too.
   layer_changes: tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = ()
   eos_ids: tuple[int, ...] = ()  # any of these ends a sequence
   name: str = 'target'
 
+  ACTIVATIONS: ClassVar[tuple[str, ...]] = 'silu', 'gelu_tanh'
   CHANGE_BY_LAYER: ClassVar[frozenset[str]] = frozenset({
     'window', 'has_rope', 'rope_theta', 'rope_slowdown', 'rope_factor', 'num_experts', 'ffn_width',
   })  # fmt: skip
@@ -96,6 +104,8 @@ class TargetConfig:
       )
     _require_slowdown(self)
     self._require_layer_changes()
+    if self.activation not in self.ACTIVATIONS:
+      raise ValueError(f'TargetConfig: `activation` must be one of {self.ACTIVATIONS}, got {self.activation!r}.')
     if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
       raise ValueError(
         f'TargetConfig: `experts_per_token` must be between 1 and num_experts={self.num_experts}, '
@@ -127,6 +137,9 @@ class _PlainLayer:
   has_input_norms: ClassVar[bool] = True
   has_output_norms: ClassVar[bool] = False
   norm_in_float32: ClassVar[bool] = False
+  norm_offset: ClassVar[float] = 0.0
+  activation: ClassVar[str] = 'silu'
+  has_sinks: ClassVar[bool] = False
   attention_scale: ClassVar[float | None] = None
   residual_scale: ClassVar[float] = 1.0
   num_experts: ClassVar[int] = 0

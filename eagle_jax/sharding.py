@@ -25,12 +25,14 @@ PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('head', 'weight'): ('vocab', 'width'),
   ('qkv', 'weight'): ('kv_heads', None, 'head_dim', 'width'),
   ('qkv', 'bias'): ('kv_heads', None, 'head_dim'),
+  ('attn', 'sinks'): ('kv_heads', None),
   ('o', 'weight'): ('width', 'heads'),
   ('gate_up', 'weight'): (None, 'ffn', 'width'),
   ('gate_up', 'bias'): (None, 'ffn'),
   ('down', 'weight'): ('width', 'ffn'),
   # Every device holds a part of each expert, so none waits.
   ('expert_gate_up', 'weight'): (None, None, 'ffn', 'width'),
+  ('expert_gate_up', 'bias'): (None, None, 'ffn'),
   ('expert_down', 'weight'): (None, 'width', 'ffn'),
   ('fc', 'weight'): ('fc_out', 'width'),
 }

@@ -47,8 +47,11 @@ COVERED = '1x4'  # by 2x4, which splits a model alike; the dynamic policy alone 
 FAMILIES = {
   'biased': {'qkv_bias': True, 'qk_norm': True, 'window': 4, 'mlp_bias': True},
   'grouped': {'num_kv_heads': 2, 'qkv_bias': True},  # fewer than devices a model: each head's weights are split
-  'routed': {'num_experts': 4, 'experts_per_token': 2},
-}
+  'routed': {
+    'num_experts': 4, 'experts_per_token': 2, 'expert_bias': True, 'has_sinks': True, 'qk_norm': True,
+    'joint_qk_norm': True,
+  },
+}  # fmt: skip
 
 
 def write_models(folder: Path) -> tuple[Path, Path, Path]:

@@ -110,6 +110,11 @@ def test_hugging_face_folder(tmp_path, num_shards):
     ({'use_sliding_window': True}, 'use_sliding_window True'),
     ({'num_local_experts': 4}, 'num_local_experts 4'),
     ({'scale_depth': 1.4}, 'scale_depth 1.4'),
+    (
+      {'model_type': 'gemma3_text', 'head_dim': 8, 'query_pre_attn_scalar': 8, 'attn_logit_softcapping': 50.0},
+      'attn_logit_softcapping 50',
+    ),
+    ({'model_type': 'gemma3_text', 'head_dim': 8}, r"lacks \['query_pre_attn_scalar'\]"),
     ({'model_type': 'smollm3', 'no_rope_layers': [1]}, r'no_rope_layers \[1\]'),
     ({'model_type': 'phi3', 'rope_scaling': {'type': 'longrope', 'short_factor': [1.0] * 4}}, 'long_factor .* got 0'),
     ({'model_type': 'mistral', 'layer_types': ['full_attention', 'sliding_attention']}, 'layer_types'),
@@ -140,6 +145,11 @@ def test_an_absent_base_of_rope_may_be_written_as_null(tmp_path):
   assert target.config.rope_theta == 10_000.0
 
 
+GEMMA = {
+  'qk_norm': True, 'tied_head': True, 'has_output_norms': True, 'norm_in_float32': True, 'norm_offset': 1.0,
+  'embedding_scale': 32**0.5, 'attention_scale': 0.25, 'activation': 'gelu_tanh', 'window': 64, 'rope_theta': 10_000.0,
+}  # fmt: skip
+FULL_IN_GEMMA = (('rope_slowdown', (2.0,) * 4), ('rope_theta', 9.0), ('window', None))
 WINDOW_THEN_NONE = ['sliding_attention', 'full_attention']
 
 
@@ -162,6 +172,11 @@ WINDOW_THEN_NONE = ['sliding_attention', 'full_attention']
     (
       {'model_type': 'qwen2', 'use_sliding_window': True, 'sliding_window': 64, 'layer_types': WINDOW_THEN_NONE},
       {'qkv_bias': True, 'window': 64, 'layer_changes': ((1, (('window', None),)),)},
+    ),
+    (
+      {'model_type': 'gemma3_text', 'rope_theta': 9.0, 'sliding_window': 64, 'sliding_window_pattern': 2}
+      | {'head_dim': 8, 'query_pre_attn_scalar': 16, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}},
+      GEMMA | {'max_context': 256, 'layer_changes': ((1, FULL_IN_GEMMA),)},
     ),
     (
       {'model_type': 'smollm3', 'no_rope_layer_interval': 2},

@@ -73,7 +73,9 @@ def written(batch: int, forms: set[str]) -> Case:
   return Case(write_kv.write, write_kv.reference, (kept, new, start_B), forms)
 
 
-def operands(*, num_slots, lengths, num_earlier=0, num_queries=4, head_dim=8, oldest=None) -> attention.Operands:
+def operands(
+  *, num_slots, lengths, num_earlier=0, num_queries=4, head_dim=8, oldest=None, has_sinks=False
+) -> attention.Operands:
   """Random ones; what lies past the committed entries would win if it were seen."""
   rng = np.random.default_rng(num_slots + num_earlier)
   B, G, J = 2, 2, 3
@@ -87,7 +89,8 @@ def operands(*, num_slots, lengths, num_earlier=0, num_queries=4, head_dim=8, ol
   queries = rng.standard_normal((B, G, J, num_queries, head_dim), np.float32)
   length_B, oldest_BT = jnp.asarray(lengths, jnp.int32), None if oldest is None else jnp.asarray(oldest, jnp.int32)
   arrays = map(jnp.asarray, (queries, *new, mask_BTM, *kept))
-  return attention.Operands(*arrays, length_B, oldest_BT)
+  sinks_GJ = 3 * jnp.asarray(rng.standard_normal((G, J), np.float32)) if has_sinks else None
+  return attention.Operands(*arrays, length_B, oldest_BT, sinks_GJ)
 
 
 def attended(forms: set[str], **sizes: Any) -> Case:
@@ -140,6 +143,8 @@ CASES = {
   'attention': attended({'gpu'}, num_slots=9, lengths=(0, 7)),
   'attention, earlier passes': attended({'gpu'}, num_slots=9, lengths=(9, 1), num_earlier=3),
   'attention, a window': attended({'gpu'}, num_slots=9, lengths=(0, 7), oldest=[[-2, 0, 1, 3], [-1, 2, 6, 9]]),
+  'attention, sinks': attended({'gpu'}, num_slots=9, lengths=(0, 7), has_sinks=True),
+  'attention, whole lanes, sinks': attended({'gpu'}, num_slots=9, lengths=(0, 7), head_dim=128, has_sinks=True),
   'attention, one query': attended(set(), num_slots=9, lengths=(2, 7), num_queries=1),
   'attention, whole lanes': attended({'gpu', 'tpu'}, num_slots=9, lengths=(0, 7), head_dim=128),
   'attention, whole lanes, one query': attended({'tpu'}, num_slots=9, lengths=(9, 1), num_queries=1, head_dim=128),
@@ -227,7 +232,7 @@ def test_attention_sees_the_committed_entries_and_those_of_the_mask(
   )
   out, memory = attend(given.queries, *new)
   np.testing.assert_array_equal(memory, given[1:3])
-  q, k, v, mask_BTM, keys, values, _, _ = map(np.asarray, given)
+  q, k, v, mask_BTM, keys, values = map(np.asarray, given[:6])
   for b, g, j, t in np.ndindex(out.shape[:-1]):
     start = max(oldest_BT[b][t], 0) if is_windowed else 0
     seen = [

@@ -71,16 +71,17 @@ def test_a_rounded_target_decodes_its_own_text(is_bytes, policy, temperature):
   assert decode.generate(target, few, PROMPTS, policy=policy, **how).tokens == plain.tokens
 
 
-def test_both_ways_of_holding_are_one_model(monkeypatch):
-  logits = []
+@pytest.mark.parametrize('switches', [{}, {'num_experts': 4, 'experts_per_token': 2, 'expert_bias': True}])
+def test_both_ways_of_holding_are_one_model(monkeypatch, switches):
+  logits, config = [], dataclasses.replace(tiny.TARGET, **switches)
   for is_bytes in (False, True):
     monkeypatch.setattr(rounded, 'reads_bytes', lambda held=is_bytes: held)
-    target = rounded.rounded_target(tiny.target())
+    target = rounded.rounded_target(tiny.target(config))
     network = target.network
     taps = network.read(target.params, jnp.asarray([PROMPTS[1]]))
     logits.append(network.logits(target.params, taps))
   np.testing.assert_allclose(*logits, atol=1e-4)
-  exact = tiny.target()
+  exact = tiny.target(config)
   taps = exact.network.read(exact.params, jnp.asarray([PROMPTS[1]]))
   error = np.abs(logits[0] - exact.network.logits(exact.params, taps)).max()
   assert 1e-4 < error < 0.5  # another model, and a near one

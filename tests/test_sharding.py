@@ -101,6 +101,9 @@ def test_without_a_mesh_nothing_is_constrained():
   assert mesh_of({'x': x}) is None
 
 
+ROUTED = {'num_experts': 4, 'experts_per_token': 2, 'expert_bias': True, 'has_sinks': True, 'has_output_norms': True}
+
+
 @pytest.fixture(scope='module')
 def shapes():
   networks = {
@@ -108,9 +111,7 @@ def shapes():
     'biased': TransformerTarget(
       TargetConfig(**SIZES, num_layers=1, max_context=64, qkv_bias=True, qk_norm=True, mlp_bias=True)
     ),
-    'routed': TransformerTarget(
-      TargetConfig(**SIZES, num_layers=1, max_context=64, num_experts=4, experts_per_token=2)
-    ),
+    'routed': TransformerTarget(TargetConfig(**SIZES, num_layers=1, max_context=64, **ROUTED)),
     'drafter': Eagle(DrafterConfig(**SIZES)),
   }
   return {name: jax.eval_shape(network.init_params, jax.random.key(0)) for name, network in networks.items()}
@@ -119,8 +120,10 @@ def shapes():
 def test_every_parameter_has_its_row_or_is_small(shapes):
   names = {tuple(key.key for key in path[-2:]) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)}
   assert set(PARAM_AXES) <= names
-  small = {('fc', 'bias'), ('down', 'bias'), ('router', 'weight')}
-  small |= {(norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm', 'q_norm', 'k_norm')}
+  small = {('fc', 'bias'), ('down', 'bias'), ('router', 'weight'), ('router', 'bias'), ('expert_down', 'bias')}
+  small |= {
+    (norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm', 'q_norm', 'k_norm', 'attn_out_norm', 'mlp_out_norm')
+  }
   assert names - set(PARAM_AXES) == small
   assert {axis for axes in PARAM_AXES.values() for axis in axes} <= {*RULES, None}
 

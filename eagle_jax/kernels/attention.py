@@ -31,19 +31,36 @@ class Operands(NamedTuple):
   values: jax.Array  # [B, G, S, K]
   length: jax.Array  # [B] i32, committed entries: all queries see them, or those from `oldest` on
   oldest: jax.Array | None = None  # [B, T] i32, the first slot that each query sees; None for slot 0
+  sinks: jax.Array | None = None  # [G, J], a logit more in each head's softmax, of no entry; None: there is none
 
 
 def reference(given: Operands) -> jax.Array:
-  """Return [B, G, J, T, K]: softmax(q k / sqrt(K)) v over the slots and new entries that each query sees."""
+  """Return [B, G, J, T, K]: softmax(q k / sqrt(K)) v over the slots and new entries that each query sees.
+
+  Sinks take a part of each softmax, and give nothing for it.
+  """
   keys_BGNK = jnp.concatenate([given.keys, given.new_keys], axis=2)
   values_BGNK = jnp.concatenate([given.values, given.new_values], axis=2)
-  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, mask_entries(given))
+  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, mask_entries(given), given.sinks)
 
 
-def attend_by_mask(q_BGJTK: jax.Array, keys_BGNK: jax.Array, values_BGNK: jax.Array, mask_BTN: jax.Array) -> jax.Array:
+def attend_by_mask(
+  q_BGJTK: jax.Array, keys_BGNK: jax.Array, values_BGNK: jax.Array, mask_BTN: jax.Array, sinks_GJ: jax.Array | None
+) -> jax.Array:
   """Attend to those of N entries that the mask shows each query. The softmax is in float32."""
   score_BGJTN = einsum_float32('bgjtk,bgnk->bgjtn', q_BGJTK, keys_BGNK) * (q_BGJTK.shape[-1] ** -0.5)
-  return weighted_values(jax.nn.softmax(jnp.where(mask_BTN[:, None, None], score_BGJTN, MASK_VALUE)), values_BGNK)
+  score_BGJTN = jnp.where(mask_BTN[:, None, None], score_BGJTN, MASK_VALUE)
+  if sinks_GJ is not None:
+    sink_BGJT1 = jnp.broadcast_to(as_scores(sinks_GJ), (*score_BGJTN.shape[:-1], 1))
+    weight_BGJTN = jax.nn.softmax(jnp.concatenate([score_BGJTN, sink_BGJT1], axis=-1))[..., :-1]
+  else:
+    weight_BGJTN = jax.nn.softmax(score_BGJTN)
+  return weighted_values(weight_BGJTN, values_BGNK)
+
+
+def as_scores(sinks_GJ: jax.Array) -> jax.Array:
+  """Return sinks [1, G, J, 1, 1] f32, as scores of one entry more."""
+  return sinks_GJ.astype(jnp.float32)[None, :, :, None, None]
 
 
 def mask_entries(given: Operands) -> jax.Array:
@@ -83,8 +100,12 @@ def attend_apart(given: Operands) -> jax.Array:
   score_BGJTS = jnp.where(mask_slots(given)[:, None, None], compute_scores(given.queries, given.keys), MASK_VALUE)
   score_BGJTM = jnp.where(given.mask[:, None, None], compute_scores(given.queries, given.new_keys), MASK_VALUE)
   best_BGJT1 = jnp.maximum(*(x.max(-1, keepdims=True, initial=MASK_VALUE) for x in (score_BGJTS, score_BGJTM)))
+  if given.sinks is not None:
+    best_BGJT1 = jnp.maximum(best_BGJT1, as_scores(given.sinks))
   weight_BGJTS, weight_BGJTM = jnp.exp(score_BGJTS - best_BGJT1), jnp.exp(score_BGJTM - best_BGJT1)
   total_BGJT1 = weight_BGJTS.sum(-1, keepdims=True) + weight_BGJTM.sum(-1, keepdims=True)
+  if given.sinks is not None:
+    total_BGJT1 += jnp.exp(as_scores(given.sinks) - best_BGJT1)
   old_BGJTK = weighted_values(weight_BGJTS / total_BGJT1, given.values)
   return old_BGJTK + weighted_values(weight_BGJTM / total_BGJT1, given.new_values)
 
@@ -102,13 +123,13 @@ def attend_joined(given: Operands) -> jax.Array:
     return on_each_device(row_major, [jnp.concatenate(both, axis=2)], [CACHE_AXES])
 
   keys_BGNK, values_BGNK = join(given.keys, given.new_keys), join(given.values, given.new_values)
-  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, jnp.pad(mask_entries(given), free))
+  return attend_by_mask(given.queries, keys_BGNK, values_BGNK, jnp.pad(mask_entries(given), free), given.sinks)
 
 
 def attend_in_kernel(given: Operands, *, kernel: ModuleType) -> jax.Array:
   """Attend in a kernel that was written for the device: on each of a mesh, to its own heads and sequences."""
   axes = (*CACHE_AXES, None), CACHE_AXES, CACHE_AXES, ('batch', None, None), CACHE_AXES, CACHE_AXES, ('batch',)
-  return on_each_device(kernel.attend, given[:-1], axes)
+  return on_each_device(kernel.attend, given[: len(axes)], axes)
 
 
 def attend_in_blocks(given: Operands) -> jax.Array:
@@ -136,7 +157,9 @@ def attend(given: Operands) -> jax.Array:
     return attend_in_blocks(given)
 
   def written_for(kernel: ModuleType) -> Callable | None:
-    is_taken = given.oldest is None and kernel.is_supported(given.queries, given.new_keys, given.keys)
+    is_taken = (
+      given.oldest is None and given.sinks is None and kernel.is_supported(given.queries, given.new_keys, given.keys)
+    )
     return functools.partial(attend_in_kernel, kernel=kernel) if is_taken else None
 
   return dispatch(

@@ -19,6 +19,10 @@ class Family:
   has_input_norms: bool = True
   has_output_norms: bool = False
   norm_in_float32: bool = False
+  norm_offset: float = 0.0
+  scales_embedding: bool = False  # by the root of the width
+  activation: str = 'silu'
+  has_sinks: bool = False
   experts: str | None = None  # whose names the tensors of routed experts bear, see `weights.naming`
   is_fused: bool = False  # files hold queries, keys and values as one tensor, and gate and up
   gguf: str | None = None  # the architecture in GGUF files; None: they cannot be read
@@ -58,6 +62,56 @@ FAMILIES = {
     ('num_key_value_heads',),
     holds=_WINDOWS | _BIASES | {'no_rope_layers'},
     absent={'rope_theta': 2_000_000.0, 'no_rope_layer_interval': 4, 'tie_word_embeddings': True},
+  ),
+  'gemma3_text': Family(
+    ('num_key_value_heads', 'head_dim', 'query_pre_attn_scalar'),
+    holds=frozenset(
+      {
+        'attention_bias',
+        'sliding_window',
+        'layer_types',
+        'sliding_window_pattern',
+        'rope_local_base_freq',
+        'query_pre_attn_scalar',
+        'final_logit_softcapping',
+      }
+    ),
+    absent={
+      'rope_theta': 1_000_000.0,
+      'rope_local_base_freq': 10_000.0,
+      'sliding_window': 4096,
+      'sliding_window_pattern': 6,
+      'tie_word_embeddings': True,
+    },
+    qk_norm=True,
+    has_output_norms=True,
+    norm_in_float32=True,
+    norm_offset=1.0,
+    scales_embedding=True,
+    activation='gelu_tanh',
+  ),
+  'gpt_oss': Family(
+    ('num_key_value_heads', 'head_dim', 'num_local_experts', 'num_experts_per_tok'),
+    holds=frozenset({'attention_bias', 'sliding_window', 'layer_types', 'sliding_window_pattern', 'swiglu_limit'}),
+    absent={
+      'rope_theta': 150_000.0,
+      'sliding_window': 128,
+      'sliding_window_pattern': 2,
+      'attention_bias': True,
+      'swiglu_limit': 7.0,
+      'swiglu_alpha': 1.702,
+      'rope_parameters': {
+        'rope_type': 'yarn',
+        'factor': 32.0,
+        'beta_fast': 32.0,
+        'beta_slow': 1.0,
+        'truncate': False,
+        'original_max_position_embeddings': 4096,
+      },
+    },
+    norm_in_float32=True,
+    has_sinks=True,
+    experts='gpt_oss',
   ),
   'olmo2': Family(
     holds=frozenset({'attention_bias'}),

@@ -103,20 +103,22 @@ class RMSNorm(nn.Module):
 
   eps: float
   in_float32: bool = False  # whether the scale multiplies before rounding to the dtype of x
+  offset: float = 0.0  # added to the scale, in float32 if that multiplies so
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
-    scale_D = self.param('scale', nn.initializers.ones, x_DR.shape[-2:-1], x_DR.dtype)
+    scale_D = self.param('scale', nn.initializers.constant(1 - self.offset), x_DR.shape[-2:-1], x_DR.dtype)
     x32_DR = x_DR.astype(jnp.float32)
     rms_R = jnp.sqrt(jnp.square(x32_DR).mean(axis=-2, keepdims=True) + self.eps)
     dtype = jnp.float32 if self.in_float32 else x_DR.dtype
-    scale_DR = jax.lax.broadcast_in_dim(scale_D.astype(dtype), x_DR.shape, (x_DR.ndim - 2,))
+    scale_D = scale_D.astype(dtype) + self.offset if self.offset else scale_D.astype(dtype)
+    scale_DR = jax.lax.broadcast_in_dim(scale_D, x_DR.shape, (x_DR.ndim - 2,))
     return ((x32_DR / rms_R).astype(dtype) * scale_DR).astype(x_DR.dtype)
 
 
-def norm_of(config: Any, name: str) -> RMSNorm:
+def norm_of(config: Any, name: str | None = None) -> RMSNorm:
   """Make a norm of the form that a `TargetConfig` or a drafter's config has."""
-  return RMSNorm(config.norm_eps, config.norm_in_float32, name=name)
+  return RMSNorm(config.norm_eps, config.norm_in_float32, config.norm_offset, name=name)
 
 
 class Rotation(NamedTuple):
@@ -158,8 +160,10 @@ class Rotation(NamedTuple):
 class AttentionFn(Protocol):
   """What a layer attends with. A pytree, where layers that are traced once for all take it."""
 
-  def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, /) -> tuple[jax.Array, Any]:
+  def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, /, *sinks: Any) -> tuple[jax.Array, Any]:
     """Attend with queries [B, G, J, T, K] and new keys and values [B, G, T, K].
+
+    Of a model that has sinks, with these too, [G, J].
 
     Returns values in the shape of the queries, and a memory: what the caller wants to keep of the pass.
     """
@@ -184,11 +188,13 @@ class CachedAttention(NamedTuple):
   earlier: tuple[jax.Array, jax.Array] | None = None  # memory of passes that were not committed
   oldest: jax.Array | None = None  # [B, T] i32, the first slot that each of the T tokens sees; None for slot 0
 
-  def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, Any]:
+  def __call__(
+    self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, sinks_GJ: jax.Array | None = None
+  ) -> tuple[jax.Array, Any]:
     k_BGMK, v_BGMK = k_BGTK, v_BGTK
     if self.earlier is not None:
       k_BGMK, v_BGMK = (jnp.concatenate(x, axis=2) for x in zip(self.earlier, (k_BGTK, v_BGTK), strict=True))
-    given = Operands(q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length, self.oldest)
+    given = Operands(q_BGJTK, k_BGMK, v_BGMK, self.mask, self.keys, self.values, self.length, self.oldest, sinks_GJ)
     return attend(given), (k_BGMK, v_BGMK)
 
 
@@ -218,21 +224,35 @@ class Attention(nn.Module):
       q_GJKR *= c.attention_scale * K**0.5
     q_BGJTK = q_GJKR.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, qkv_GQKR[:, J + 1]))
-    out_BGJTK, memory = attention(q_BGJTK, k_BGTK, v_BGTK)
+    sinks = (self.param('sinks', nn.initializers.normal(), (G, J), x_DR.dtype),) if c.has_sinks else ()
+    out_BGJTK, memory = attention(q_BGJTK, k_BGTK, v_BGTK, *sinks)
     out_DR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
     return Linear((c.width,), c.o_bias, name='o')(out_DR), memory
 
 
+def activate(gate_FR: jax.Array, up_FR: jax.Array, activation: str = 'silu') -> jax.Array:
+  """Return activation(gate) * up: SwiGLU with 'silu', GeGLU with 'gelu_tanh' (GLU variants, arXiv:2002.05202)."""
+  return (nn.silu if activation == 'silu' else nn.gelu)(gate_FR) * up_FR
+
+
+def activate_clamped(gate_FR: jax.Array, up_FR: jax.Array, limit: float, slope: float) -> jax.Array:
+  """Return gpt-oss's SwiGLU, (up + 1) * gate * sigmoid(slope * gate): neither exceeds the limit, up to both sides."""
+  gate_FR, up_FR = jnp.minimum(gate_FR, limit), jnp.clip(up_FR, -limit, limit)
+  return (up_FR + 1) * gate_FR * nn.sigmoid(slope * gate_FR)
+
+
 class SwiGLU(nn.Module):
-  """down(silu(gate(x)) * up(x)) (GLU variants, arXiv:2002.05202)."""
+  """down(activation(gate(x)) * up(x)); see `activate`."""
 
   ffn_width: int
   use_bias: bool = False
+  activation: str = 'silu'
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     gate_FR, up_FR = Linear((2, self.ffn_width), self.use_bias, name='gate_up')(x_DR)
-    return Linear((x_DR.shape[0],), self.use_bias, name='down')(nn.silu(gate_FR) * up_FR)
+    active_FR = activate(gate_FR, up_FR, self.activation)
+    return Linear((x_DR.shape[0],), self.use_bias, name='down')(active_FR)
 
 
 def route(logits_ER: jax.Array, experts_per_token: int, *, is_normalised: bool = True) -> jax.Array:
@@ -266,9 +286,9 @@ class Experts(nn.Module):
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     c, (D, R) = self.config, x_DR.shape
-    inward = ExpertLinear(c.num_experts, (2, c.ffn_width), D, name='expert_gate_up')(x_DR.dtype)
-    outward = ExpertLinear(c.num_experts, (D,), c.ffn_width, name='expert_down')(x_DR.dtype)
-    logits_ER = Linear((c.num_experts,), name='router')(x_DR)
+    inward = ExpertLinear(c.num_experts, (2, c.ffn_width), D, c.expert_bias, name='expert_gate_up')(x_DR.dtype)
+    outward = ExpertLinear(c.num_experts, (D,), c.ffn_width, c.expert_bias, name='expert_down')(x_DR.dtype)
+    logits_ER = Linear((c.num_experts,), c.expert_bias, name='router')(x_DR)
     share_ER = route(logits_ER, c.experts_per_token, is_normalised=c.shares_sum_to_1)
 
     def run_experts(num_experts, order_E, x_DR, share_ER, *weights):
@@ -280,7 +300,11 @@ class Experts(nn.Module):
         take = functools.partial(jax.lax.dynamic_index_in_dim, index=expert, keepdims=False)
         inward, outward = jax.tree.map(take, weights)
         gate_FR, up_FR = project(x_DR, **inward)
-        y_DR = project(nn.silu(gate_FR) * up_FR, **outward)
+        if c.gate_limit is None:
+          active_FR = activate(gate_FR, up_FR, c.activation)
+        else:
+          active_FR = activate_clamped(gate_FR, up_FR, c.gate_limit, c.gate_slope)
+        y_DR = project(active_FR, **outward)
         # Chosen, not multiplied by 0: what a column that is not the expert's gives may have overflowed.
         own_DR = jnp.where(share_1R > 0, y_DR.astype(jnp.float32) * share_1R, 0)
         return out_DR + own_DR.astype(out_DR.dtype)
@@ -317,7 +341,7 @@ class DecoderLayer(nn.Module):
       branch_DR = read(branch_DR, name, c.has_output_norms)
       return x_DR + (branch_DR if c.residual_scale == 1 else branch_DR * c.residual_scale)
 
-    mlp = Experts(c, name='mlp') if c.num_experts else SwiGLU(c.ffn_width, c.mlp_bias, name='mlp')
+    mlp = Experts(c, name='mlp') if c.num_experts else SwiGLU(c.ffn_width, c.mlp_bias, c.activation, name='mlp')
     read_DR = read(x_DR, 'attn_norm', self.has_input_norm and c.has_input_norms)
     attended_DR, memory = Attention(c, name='attn')(read_DR, rotation, attention)
     x_DR = add(x_DR, attended_DR, 'attn_out_norm')

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import TargetConfig
-from eagle_jax.models.layers import CachedAttention, DecoderLayer, Embedding, RMSNorm, Rotation, apply_head, embed
+from eagle_jax.models.layers import CachedAttention, DecoderLayer, Embedding, Rotation, apply_head, embed, norm_of
 from eagle_jax.sharding import mesh_of, param_sharding, put
 
 
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
     # Traced once for all of them; but under `nn.jit` a key gives other random weights.
     layer = DecoderLayer if self.is_initializing() else nn.jit(DecoderLayer)
     self.layer = [layer(c.layer(index)) for index in range(c.num_layers)]
-    self.norm = RMSNorm(c.norm_eps, c.norm_in_float32)
+    self.norm = norm_of(c)
     if not c.tied_head:
       self.head = Embedding(c.vocab_size, c.width, self.dtype)
 
@@ -120,6 +120,8 @@ class Transformer(nn.Module):
     logits_VR = apply_head(head.weight, taps.feature.reshape(width, -1))
     if self.config.logit_divisor != 1:
       logits_VR /= self.config.logit_divisor
+    if (cap := self.config.logit_cap) is not None:
+      logits_VR = cap * jnp.tanh(logits_VR / cap)
     return logits_VR.reshape(-1, *tokens)
 
   def read(self, token_BL: jax.Array) -> Taps:

@@ -39,7 +39,8 @@ IGNORED = frozenset({
   'forced_bos_token_id', 'forced_eos_token_id', 'remove_invalid_values', 'exponential_decay_length_penalty',
   'suppress_tokens', 'begin_suppress_tokens', 'prefix', 'tokenizer_class', 'task_specific_params',
   # Residue of a target.
-  'max_window_layers', 'use_mrope', 'modal_type', 'image_token_id', 'video_token_id', 'audio_token_id',
+  'max_window_layers', '_sliding_window_pattern', 'experts_per_token', 'initial_context_length', 'use_mrope',
+  'modal_type', 'image_token_id', 'video_token_id', 'audio_token_id',
   'vision_start_token_id', 'vision_end_token_id', 'vision_token_id',
 })  # fmt: skip
 
@@ -64,6 +65,7 @@ NEUTRAL: dict[str, Neutral] = {
   'pretraining_tp': Neutral((1,), 'the products of the projections'),
   'logit_scale': Neutral((1,), 'the logits'),
   'lm_head_bias': Neutral(_OFF, 'a bias of the logits'),
+  'use_bidirectional_attention': Neutral(_OFF, 'what each token sees'),
   'attn_logit_softcapping': Neutral((), 'the scores of attention'),
   'final_logit_softcapping': Neutral((), 'the logits'),
   'use_qk_norm': Neutral(_OFF, 'norms of queries and keys'),

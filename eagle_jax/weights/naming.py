@@ -209,7 +209,12 @@ def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
     projections = projection_entries(of_layer, (layer,), block, HF_PROJECTIONS)
     entries |= _fused(config, layer, block, projections) if family.is_fused else projections
     entries |= head_norms(config, (layer,), f'{block}.self_attn.')
-    if of_layer.num_experts:
+    if config.has_sinks:
+      heads = config.num_kv_heads, config.num_heads // config.num_kv_heads
+      entries[f'{block}.self_attn.sinks'] = Entry((layer, 'attn', 'sinks'), (config.num_heads,), heads)
+    if of_layer.num_experts and family.experts == 'gpt_oss':
+      entries |= _joint_expert_entries(of_layer, layer, f'{block}.mlp')
+    elif of_layer.num_experts:
       entries |= _expert_entries(of_layer, layer, block, _EXPERTS[family.experts or 'mixtral'])
   return Table(entries, frozenset(ignored), frozenset(optional))
 
@@ -271,6 +276,33 @@ def _expert_entries(config: TargetConfig, layer: str, block: str, names: '_Exper
       entries[f'{expert}.{name}.weight'] = Entry((*mlp, 'expert_gate_up', 'weight'), (F, D), (E, 2, F, D), part)
     entries[f'{expert}.{names.down}.weight'] = Entry((*mlp, 'expert_down', 'weight'), (D, F), (E, D, F), np.s_[index])
   return entries
+
+
+def _joint_expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:
+  """Those of gpt-oss: all experts in one tensor, [in, out] each, and outputs of gate and up in turns."""
+  E, F, D = config.num_experts, config.ffn_width, config.width
+
+  def entry(ours: tuple[str, str], file_axes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
+    """Of a tensor of the file, in which some of these axes may be joined; transposed by the order they are ours."""
+    joint = tuple(file_axes[axis] for axis in order)
+    back = tuple(np.argsort(order))
+    return Entry(
+      (layer, 'mlp', *ours),
+      shape,
+      joint,
+      to_ours=lambda x: x.reshape(file_axes).transpose(order).reshape(shape),
+      to_file=lambda x: x.reshape(joint).transpose(back).reshape(shape),
+    )
+
+  experts = f'{block}.experts'
+  return {
+    f'{block}.router.weight': Entry((layer, 'mlp', 'router', 'weight'), (E, D)),
+    f'{block}.router.bias': Entry((layer, 'mlp', 'router', 'bias'), (E,)),
+    f'{experts}.gate_up_proj': entry(('expert_gate_up', 'weight'), (E, D, F, 2), (0, 3, 2, 1), (E, D, 2 * F)),
+    f'{experts}.gate_up_proj_bias': entry(('expert_gate_up', 'bias'), (E, F, 2), (0, 2, 1), (E, 2 * F)),
+    f'{experts}.down_proj': entry(('expert_down', 'weight'), (E, F, D), (0, 2, 1), (E, F, D)),
+    f'{experts}.down_proj_bias': Entry((layer, 'mlp', 'expert_down', 'bias'), (E, D)),
+  }
 
 
 def _outer_entries(config: TargetConfig, embed: str, norm: str, head: str) -> dict[str, Entry]:

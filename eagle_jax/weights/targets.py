@@ -9,7 +9,7 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.models.families import FAMILIES, Family
 from eagle_jax.weights.folder import llama_fields, naming_config, read_json
 from eagle_jax.weights.layouts import Keys
-from eagle_jax.weights.rope import Settings, chosen_context
+from eagle_jax.weights.rope import Rope, Settings, chosen_context
 
 log = logging.getLogger('eagle_jax')
 
@@ -41,33 +41,36 @@ def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int 
     _refuse_quantised(folder, content)
     keys = Keys({**content, **_meant_by_absence(family, content)})
     fields = llama_fields(folder, keys, family, 'num_hidden_layers', 'max_position_embeddings')
-    settings = Settings.read(
-      folder,
-      keys,
-      fields['head_dim'],
-      theta=10_000.0,
-      kinds=family.rope_kinds,
-      is_partial='partial_rotary_factor' in family.holds,
-    )
-    max_context = chosen_context(folder, *settings.contexts(), max_context)
-    rope = settings.rope(max_context)
-    layers = _layers(folder, keys, family)
+    scalings = _scalings(keys, family)
+    settings = {
+      kind: Settings.read(
+        folder,
+        scaling,
+        fields['head_dim'],
+        theta=10_000.0,
+        kinds=family.rope_kinds,
+        is_partial='partial_rotary_factor' in family.holds,
+      )
+      for kind, scaling in scalings.items()
+    }
+    of_all = settings[_FULL]
+    max_context = chosen_context(folder, *of_all.contexts(), max_context)
+    ropes = {kind: given.rope(max_context) for kind, given in settings.items()}
+    layers = _layers(folder, keys, family, ropes)
     _read_past(keys, family)
     has_biases = 'attention_bias' in family.holds and keys.flag('attention_bias')
     config = TargetConfig(
       **fields | layers[0],
       num_layers=len(layers),
       max_context=max_context,
-      rope_theta=rope.theta,
-      rope_slowdown=rope.slowdown,
-      rope_factor=rope.factor,
-      rotary_dim=settings.rotary_dim if settings.rotary_dim != fields['head_dim'] else None,
+      rotary_dim=of_all.rotary_dim if of_all.rotary_dim != fields['head_dim'] else None,
       tied_head=keys.flag('tie_word_embeddings'),
       qkv_bias=family.qkv_bias or has_biases,
       o_bias=has_biases,
       mlp_bias='mlp_bias' in family.holds and keys.flag('mlp_bias'),
       **{name: getattr(family, name) for name in _SWITCHES},
-      **_multipliers(keys, family),
+      **_numbers(keys, family, fields['width']),
+      expert_bias=family.experts == 'gpt_oss',
       shares_sum_to_1='norm_topk_prob' not in family.holds or keys.flag('norm_topk_prob'),
       experts_per_token=int(keys['num_experts_per_tok']) if family.experts else 0,
       layer_changes=_changes(layers),
@@ -78,7 +81,12 @@ def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int 
     return config
 
 
-_SWITCHES = 'qk_norm', 'joint_qk_norm', 'has_input_norms', 'has_output_norms', 'norm_in_float32'
+_SWITCHES = (
+  'qk_norm', 'joint_qk_norm', 'has_input_norms', 'has_output_norms', 'norm_in_float32', 'norm_offset', 'activation',
+  'has_sinks',
+)  # fmt: skip
+_ACTIVATIONS = {'silu': ('hidden_act', ('silu', 'swish')), 'gelu_tanh': ('hidden_activation', ('gelu_pytorch_tanh',))}
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
 _MULTIPLIERS = {
   'embedding_scale': 'embedding_multiplier',
   'attention_scale': 'attention_multiplier',
@@ -87,9 +95,36 @@ _MULTIPLIERS = {
 }
 
 
-def _multipliers(keys: Keys, family: Family) -> dict[str, Any]:
-  """Granite's; absent, they are 1, that of scores too."""
-  return {field: float(keys.get(key, 1.0)) for field, key in _MULTIPLIERS.items() if key in family.holds}
+def _numbers(keys: Keys, family: Family, width: int) -> dict[str, Any]:
+  """The numbers that some families multiply by, or limit something to."""
+  numbers = {field: float(keys.get(key, 1.0)) for field, key in _MULTIPLIERS.items() if key in family.holds}
+  if family.scales_embedding:
+    numbers['embedding_scale'] = width**0.5
+  if 'query_pre_attn_scalar' in family.holds:
+    numbers['attention_scale'] = float(keys['query_pre_attn_scalar']) ** -0.5
+  if 'final_logit_softcapping' in family.holds and 'final_logit_softcapping' in keys:
+    numbers['logit_cap'] = float(keys['final_logit_softcapping'])
+  if 'swiglu_limit' in family.holds:
+    numbers |= {'gate_limit': float(keys['swiglu_limit']), 'gate_slope': float(keys['swiglu_alpha'])}
+  return numbers
+
+
+def _scalings(keys: Keys, family: Family) -> dict[str, Keys]:
+  """The keys of RoPE, for each type of layer that has its own.
+
+  Gemma 3's older files say all of full layers at the top level, and the base of the others, which are not scaled; newer
+  ones have an object for each under rope_parameters.
+  """
+  if 'rope_local_base_freq' not in family.holds:
+    return {_FULL: keys}
+  local, newer = keys['rope_local_base_freq'], keys.nested('rope_parameters')
+  if 'rope_scaling' in keys or not {_FULL, _SLIDING} & {*newer}:
+    return {_FULL: keys, _SLIDING: Keys({'rope_theta': local})}
+  of_type = {}
+  for kind, base in ((_FULL, keys['rope_theta']), (_SLIDING, local)):
+    of_type[kind] = Keys({'rope_theta': base, 'max_position_embeddings': keys['max_position_embeddings']})
+    of_type[kind].adopt('rope_parameters', newer.nested(kind))
+  return of_type
 
 
 def _meant_by_absence(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,6 +137,9 @@ def _read_past(keys: Keys, family: Family) -> None:
   """Count keys as read that say what the family is."""
   if family.qkv_bias:  # such a family has no switch for them
     keys.get('attention_bias')
+  key, names = _ACTIVATIONS[family.activation]
+  if keys.get(key, names[0]) not in names:
+    raise ValueError(f'{key} {keys[key]!r}: another activation than {names[0]!r} is not supported.')
   if family.qk_norm and keys.get('use_qk_norm', True) is not True:
     raise ValueError(
       f'use_qk_norm {keys["use_qk_norm"]!r}: layers without norms of queries and keys are not supported.'
@@ -114,14 +152,25 @@ def _changes(layers: list[dict[str, Any]]) -> tuple[tuple[int, tuple[tuple[str, 
   return tuple((i, tuple(sorted(changes))) for i, changes in differing if changes)
 
 
-def _layers(folder: Path, keys: Keys, family: Family) -> list[dict[str, Any]]:
+def _layers(folder: Path, keys: Keys, family: Family, ropes: Mapping[str, Rope]) -> list[dict[str, Any]]:
   """The fields of each layer in which layers may differ."""
   num_layers = int(keys['num_hidden_layers'])
   if num_layers < 1:
     raise ValueError(f'{folder}: num_hidden_layers must be positive, got {num_layers}.')
   has_rope = _rope_layers(folder, keys, family, num_layers)
   windows, routed = _windows(folder, keys, family, has_rope), _routed_layers(keys, family, num_layers)
-  return [{'window': w, 'has_rope': r, **x} for w, r, x in zip(windows, has_rope, routed, strict=True)]
+  of_rope = [ropes.get(_FULL if window is None else _SLIDING, ropes[_FULL]) for window in windows]
+  return [
+    {
+      'window': window,
+      'has_rope': is_on,
+      'rope_theta': rope.theta,
+      'rope_slowdown': rope.slowdown,
+      'rope_factor': rope.factor,
+      **experts,
+    }
+    for window, is_on, rope, experts in zip(windows, has_rope, of_rope, routed, strict=True)
+  ]
 
 
 def _routed_layers(keys: Keys, family: Family, num_layers: int) -> list[dict[str, Any]]:
@@ -162,16 +211,19 @@ def _windows(folder: Path, keys: Keys, family: Family, has_rope: list[bool]) -> 
   if 'max_window_layers' in holds:
     first = int(keys['max_window_layers'])
     usual = [first <= index for index in range(num_layers)]
+  elif 'sliding_window_pattern' in holds:  # every so many layers one sees all
+    pattern = int(keys['sliding_window_pattern'])
+    usual = [(index + 1) % pattern != 0 for index in range(num_layers)]
   elif 'no_rope_layers' in holds:
     usual = [not is_on for is_on in has_rope]
   types = [str(kind) for kind in keys.get('layer_types', ())]
-  known = {'full_attention'} | ({'sliding_attention'} if 'layer_types' in holds and window is not None else set())
+  known = {_FULL} | ({_SLIDING} if 'layer_types' in holds and window is not None else set())
   if not {*types} <= known or len(types) not in (0, num_layers):
     raise ValueError(
       f'{folder}: layer_types {types} with sliding_window {window} in {num_layers} layers is not supported: how far '
       'attention sees.'
     )
-  is_windowed = [kind == 'sliding_attention' for kind in types] or usual
+  is_windowed = [kind == _SLIDING for kind in types] or usual
   return [int(window) if window is not None and is_on else None for is_on in is_windowed]
 
 

@@ -65,6 +65,23 @@ CASES = {
       'beta_fast': 4.0, 'beta_slow': 0.5, 'truncate': False, 'mscale': 2.0, 'mscale_all_dim': 0.5,
     },
   },
+  'gemma3_text': {
+    'model_type': 'gemma3_text', 'num_hidden_layers': 2, 'head_dim': 16, 'query_pre_attn_scalar': 9,
+    'sliding_window': 20, 'layer_types': ['sliding_attention', 'full_attention'], 'final_logit_softcapping': 30.0,
+    'tie_word_embeddings': True,
+    'rope_parameters': {
+      'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 5000.0},
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0},
+    },
+  },
+  'gpt_oss': {
+    'model_type': 'gpt_oss', 'num_hidden_layers': 2, 'head_dim': 16, 'num_local_experts': 6, 'num_experts_per_tok': 2,
+    'sliding_window': 20, 'swiglu_limit': 0.5,
+    'rope_parameters': {
+      'rope_type': 'yarn', 'rope_theta': 5000.0, 'factor': 8.0, 'original_max_position_embeddings': 32,
+      'beta_fast': 4.0, 'beta_slow': 0.5, 'truncate': False,
+    },
+  },
   'smollm3': {
     'model_type': 'smollm3', 'num_hidden_layers': 2, 'no_rope_layers': [1, 0], 'use_sliding_window': True,
     'sliding_window': 20, 'tie_word_embeddings': True,
@@ -183,6 +200,8 @@ def test_logits(pair):
     ('llama 3.1', {'rope_slowdown': ()}),
     ('llama, linear scaling', {'rope_slowdown': ()}),
     ('smollm3', {'layer_changes': ()}),
+    ('gemma3_text', {'layer_changes': ()}),
+    ('gpt_oss', {'gate_limit': 100.0}),
     ('phi3, beyond the original context', {'rope_factor': 1.0}),
   ],
   indirect=['pair'],
