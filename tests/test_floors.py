@@ -18,6 +18,7 @@ FLOORS = {
   'decode': 6,
   'evaluate': 7, 'hub': 7, 'viz': 7,
   'train': 8, 'bench': 8,
+  '__main__': 9,
 }  # fmt: skip
 # Within a package: in data order, each module may import those before it.
 ORDER = {

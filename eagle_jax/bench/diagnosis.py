@@ -289,7 +289,9 @@ def find_cause(
     evidence = f'{where} are right in {base.first:.2f} of places; the commonest token alone would be in {commonest:.2f}'
     return [Finding('untrained', evidence, 'check that these are the weights of a finished training run')]
   if share < LOW:
-    evidence = f'{where} are right in {share:.2f} of places, above chance, under {LOW}, and no repair helps'
+    evidence = (
+      f'{where} are right in {share:.2f} of places, above chance but under {LOW}, and none of the repairs helps'
+    )
     advice = 'load the very target that the drafter was trained for (a fine-tuned one is another), or train further'
     return [Finding('revision', evidence, advice)]
   if base.num_second >= SECOND and base.second < COLLAPSE * base.first:
