@@ -24,6 +24,7 @@ from eagle_jax.sharding import fetched, mesh_of, placed
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, naming, targets
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
+from eagle_jax.weights.quantised import read_floats
 from eagle_jax.weights.safetensors import write_safetensors
 
 log = logging.getLogger('eagle_jax')
@@ -140,7 +141,7 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any, m
   config = targets.target_config(path, content, max_context=max_context)
   tokenizer = Tokenizer.from_folder(path, config.eos_ids)
   table = naming.hf_table(config, targets.read_family(path, content))
-  params = assemble(folder.read_tensors(path), table, dtype, mesh=mesh, source=str(path), place=place)
+  params = assemble(read_floats(path, content), table, dtype, mesh=mesh, source=str(path), place=place)
   if config.tied_head and 'head' in params:
     if _is_same_head(params, place):
       del params['head']

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,12 @@ log = logging.getLogger('eagle_jax')
 def read_config(folder: Path) -> dict[str, Any]:
   """config.json of a folder; ValueError when it is absent or not a JSON object."""
   path = folder / 'config.json'
+  if (adapter := folder / 'adapter_config.json').is_file():
+    base = read_json(adapter).get('base_model_name_or_path')
+    raise ValueError(
+      f'{folder} holds an adapter (adapter_config.json), which changes the weights of {base!r}: merge them, as with '
+      "peft's merge_and_unload, save the whole model, and give that folder."
+    )
   if not path.is_file():
     raise ValueError(f'{folder} holds no config.json: give a folder with config.json and *.safetensors files.')
   return read_json(path)
@@ -57,15 +63,20 @@ _INDEX = '.index.json'
 _WEIGHTS = 'model.safetensors', f'model.safetensors{_INDEX}', 'pytorch_model.bin', f'pytorch_model.bin{_INDEX}'
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+def read_tensors(folder: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
   """Yield (name, array) from the first of model.safetensors, its shards, pytorch_model.bin and its shards.
 
   Of shards, each gives the tensors that their index says are in it, and no others.
+
+  Args:
+    folder: with the files.
+    names: those that are asked for; None for all.
   """
   if not (files := _weight_files(folder)):
     raise ValueError(f'{folder} holds none of {", ".join(_WEIGHTS)}: fetch one of them.')
-  for file in files:
-    yield from (read_pickled if file.path.suffix == '.bin' else read_safetensors)(*file)
+  for path, meant in files:
+    asked = meant if names is None else frozenset(names) if meant is None else meant & frozenset(names)
+    yield from (read_pickled if path.suffix == '.bin' else read_safetensors)(path, asked)
 
 
 def read_names(folder: Path) -> frozenset[str]:

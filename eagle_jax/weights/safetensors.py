@@ -1,10 +1,12 @@
 """Reads and writes safetensors files as NumPy arrays, bfloat16 included."""
 
 import contextlib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -49,14 +51,32 @@ def _opened(path: Path) -> Iterator[Any]:
     ) from error
 
 
+_FLOAT8 = {
+  'F8_E4M3': ml_dtypes.float8_e4m3fn, 'F8_E5M2': ml_dtypes.float8_e5m2, 'F8_E8M0': ml_dtypes.float8_e8m0fnu
+}  # fmt: skip
+
+
 def _tensor(file: Any, name: str, path: Path) -> np.ndarray:
   try:
     return file.get_tensor(name)
   except AttributeError as error:  # the library looks the type up in NumPy, which has no float8
+    dtype = file.get_slice(name).get_dtype()
+    if dtype in _FLOAT8:
+      return _read_raw(path, name, _FLOAT8[dtype])
     raise ValueError(
-      f'{path}: {name} is stored as {file.get_slice(name).get_dtype()}, one of F32, F16 and BF16 is needed: '
-      'use the unquantised checkpoint.'
+      f'{path}: {name} is stored as {dtype}, one of F32, F16, BF16, F8_E4M3 and I8 is needed: use the unquantised '
+      'checkpoint.'
     ) from error
+
+
+def _read_raw(path: Path, name: str, dtype: Any) -> np.ndarray:
+  """Read a tensor of a type of one byte: behind eight bytes with the length of the header, and the header."""
+  with path.open('rb') as file:
+    size = int.from_bytes(file.read(8), 'little')
+    entry = json.loads(file.read(size))[name]
+    begin, end = entry['data_offsets']
+    file.seek(8 + size + begin)
+    return np.frombuffer(file.read(end - begin), dtype).reshape(entry['shape'])
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -9,6 +9,7 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.models.families import FAMILIES, Family
 from eagle_jax.weights.folder import llama_fields, naming_config, read_json
 from eagle_jax.weights.layouts import Keys
+from eagle_jax.weights.quantised import require_readable
 from eagle_jax.weights.rope import Rope, Settings, chosen_context
 
 log = logging.getLogger('eagle_jax')
@@ -17,11 +18,19 @@ log = logging.getLogger('eagle_jax')
 def read_family(folder: Path, content: Mapping[str, Any]) -> Family:
   """Find the family of a config.json in `FAMILIES`; ValueError if it is not there."""
   with naming_config(folder):
-    if content.get('model_type') not in FAMILIES:
+    kind, architectures = content.get('model_type'), [str(name) for name in content.get('architectures') or ()]
+    if any(name.endswith('_config') and name.split('_')[0] in ('vision', 'audio') for name in content):
       raise ValueError(
-        f'{folder}: model_type {content.get("model_type")!r} is not supported; one of {sorted(FAMILIES)} is.'
+        f'{folder}: model_type {kind!r} takes images or sounds, which is not supported: use a model of text alone.'
       )
-    return FAMILIES[content['model_type']]
+    if architectures and not any(name.endswith('ForCausalLM') for name in architectures):
+      raise ValueError(
+        f'{folder}: {architectures} does not write text token after token: use a checkpoint whose architectures end in '
+        "'ForCausalLM', such as the model that this one was made from."
+      )
+    if kind not in FAMILIES:
+      raise ValueError(f'{folder}: model_type {kind!r} is not supported; one of {sorted(FAMILIES)} is.')
+    return FAMILIES[kind]
 
 
 def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int | None = None) -> TargetConfig:
@@ -38,7 +47,7 @@ def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int 
   """
   family = read_family(folder, content)
   with naming_config(folder):
-    _refuse_quantised(folder, content)
+    require_readable(folder, content)
     keys = Keys({**content, **_meant_by_absence(family, content)})
     fields = llama_fields(folder, keys, family, 'num_hidden_layers', 'max_position_embeddings')
     scalings = _scalings(keys, family)
@@ -135,6 +144,7 @@ def _meant_by_absence(family: Family, content: Mapping[str, Any]) -> dict[str, A
 
 def _read_past(keys: Keys, family: Family) -> None:
   """Count keys as read that say what the family is."""
+  keys.get('quantization_config')
   if family.qkv_bias:  # such a family has no switch for them
     keys.get('attention_bias')
   key, names = _ACTIVATIONS[family.activation]
@@ -237,8 +247,3 @@ def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
   if not all(isinstance(token, int) for token in eos_ids):
     raise ValueError(f'{folder}: eos_token_id is {eos!r}; an integer, or a list of integers, is needed.')
   return eos_ids
-
-
-def _refuse_quantised(folder: Path, content: Mapping[str, Any]) -> None:
-  if content.get('quantization_config'):
-    raise ValueError(f'{folder} holds quantised weights (quantization_config): use the unquantised checkpoint.')

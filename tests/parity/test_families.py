@@ -1,6 +1,8 @@
 """Every family of targets against transformers in PyTorch, float32: tiny random models, saved as people find them."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +13,19 @@ pytest.importorskip('torch')
 
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import tiny
 from eagle_jax import decode, hub
 from eagle_jax.cache import append
 from eagle_jax.config import DrafterConfig
+from eagle_jax.models.families import FAMILIES
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.tree import NO_PARENT, ancestor_mask, depth
 from eagle_jax.weights import naming, targets
 from eagle_jax.weights.load import flatten
+from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import write_gguf
 
 pytestmark = pytest.mark.parity
@@ -289,3 +294,35 @@ def test_gguf(pair, arch, tmp_path):
   for name, tensor in pair.model.state_dict().items():
     torch.testing.assert_close(read_back[name], tensor, rtol=0, atol=0)
   assert max(errors(dataclasses.replace(pair, target=hub.load_target(path)))) <= TOLERANCE
+
+
+def test_mxfp4_experts_are_transformers(pair_of_mxfp4):
+  """Blocks as gpt-oss is published: loaded, they are the matrices that transformers makes of them."""
+  path, matrices = pair_of_mxfp4
+  target = hub.load_target(path)
+  table = naming.hf_table(target.config, FAMILIES['gpt_oss'])
+  found = flatten(target.params, table)
+  for name, matrix in matrices.items():
+    np.testing.assert_array_equal(found[name], matrix.float().numpy())
+
+
+@pytest.fixture
+def pair_of_mxfp4(tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
+  """A folder with experts in MXFP4, and its matrices by transformers."""
+  sizes = {'hidden_size': 64, 'intermediate_size': 32, 'quantization_config': {'quant_method': 'mxfp4'}}
+  saved(tmp_path, CASES['gpt_oss'] | {name: sizes[name] for name in ('hidden_size', 'intermediate_size')})
+  index = tmp_path / 'model.safetensors.index.json'
+  tensors = {name: x for file in tmp_path.glob('model-*.safetensors') for name, x in read_safetensors(file)}
+  index.unlink()
+  rng, matrices = np.random.default_rng(0), {}
+  for name in [name for name in tensors if name.endswith(('gate_up_proj', 'down_proj'))]:
+    E, num_inputs, num_outputs = tensors.pop(name).shape
+    blocks = rng.integers(0, 256, (E, num_outputs, num_inputs // 32, 16), dtype=np.uint8)
+    scales = rng.integers(118, 132, blocks.shape[:3], dtype=np.uint8)
+    tensors |= {f'{name}_blocks': blocks, f'{name}_scales': scales}
+    matrices[name] = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+  write_safetensors(tmp_path / 'model.safetensors', tensors)
+  content = json.loads((tmp_path / 'config.json').read_text())
+  (tmp_path / 'config.json').write_text(json.dumps(content | sizes))
+  assert len(matrices) == 4
+  return tmp_path, matrices
