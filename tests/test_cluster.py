@@ -1,0 +1,157 @@
+"""The files that start launchers on clusters: they parse, and the Slurm script decodes with two local processes."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = ROOT / 'launch' / 'cluster'
+SCRIPTS = sorted(CLUSTER.glob('*.sh'))
+# What the controllers refuse a file without, or silently wait for, by the kind of the file.
+POD = 'spec.replicatedJobs.0.template.spec.template.spec'
+REQUIRED = {
+  'JobSet': (
+    'apiVersion', 'metadata.name', 'spec.replicatedJobs.0.name', 'spec.replicatedJobs.0.template.spec.parallelism',
+    'spec.replicatedJobs.0.template.spec.completions', f'{POD}.restartPolicy', f'{POD}.containers.0.name',
+    f'{POD}.containers.0.image', f'{POD}.containers.0.command', f'{POD}.containers.0.resources.limits',
+    f'{POD}.nodeSelector',
+  ),
+}  # fmt: skip
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do shift; done
+for i in 0 1; do
+  SLURM_NTASKS=2 SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_STEP_NODELIST=localhost SLURM_STEP_NUM_NODES=1 "$@" &
+done
+wait -n && wait -n
+"""
+
+
+def value_at(content: Any, path: str) -> Any:
+  """What stands at a dotted path; None if nothing does."""
+  for key in path.split('.'):
+    if isinstance(content, list):
+      content = content[int(key)] if int(key) < len(content) else None
+    else:
+      content = (content or {}).get(key)
+  return content
+
+
+def commands_in(content: Any) -> Iterator[list[str]]:
+  """The commands of all containers."""
+  for child in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+    yield from commands_in(child)
+  if isinstance(content, dict) and 'image' in content:
+    yield content['command']
+
+
+@pytest.mark.parametrize('path', sorted(CLUSTER.glob('*.yaml')), ids=lambda path: path.name)
+def test_manifests_have_the_required_keys(path):
+  yaml = pytest.importorskip('yaml')
+  content = yaml.safe_load(path.read_text(encoding='utf-8'))
+  assert [key for key in REQUIRED[content['kind']] if value_at(content, key) in (None, '', [], {})] == []
+  for python, launcher, *flags in commands_in(content):
+    assert python == 'python'
+    assert (ROOT / launcher).is_file()
+    assert '--cluster=auto' in flags
+
+
+def test_a_missing_key_is_found():
+  assert value_at({'spec': [{'name': ''}]}, 'spec.0.name') == ''
+  assert value_at({'spec': []}, 'spec.0.name') is None
+
+
+@pytest.mark.parametrize('path', SCRIPTS, ids=lambda path: path.name)
+def test_scripts_pass_shellcheck(path):
+  checker = shutil.which('shellcheck', path=f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}')
+  if checker is None:
+    pytest.skip('shellcheck is not there (extra: dev)')
+  done = subprocess.run([checker, str(path)], capture_output=True, text=True)
+  assert done.stdout == ''
+
+
+@pytest.mark.parametrize('path', SCRIPTS, ids=lambda path: path.name)
+def test_scripts_stop_at_the_first_error(path):
+  assert 'set -euo pipefail' in path.read_text(encoding='utf-8')
+
+
+def free_job() -> str:
+  """A Slurm job whose number leads JAX to a port that is free."""
+  for port in range(61440, 65536):
+    with socket.socket() as free:
+      try:
+        free.bind(('localhost', port))
+      except OSError:
+        continue
+      return str(port - 61440)
+  raise RuntimeError('no port is free')
+
+
+def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+  """Run a script with the programs in a folder before all others."""
+  for program in folder.iterdir():
+    program.chmod(0o755)
+  known = os.environ | {'PATH': f'{folder}{os.pathsep}{os.environ["PATH"]}', 'JAX_PLATFORMS': 'cpu'}
+  command = ['bash', str(CLUSTER / name), *arguments]
+  return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=known | environment, timeout=600)
+
+
+@pytest.mark.slow
+def test_the_slurm_script_decodes_with_two_processes(tmp_path):
+  """Slurm's variables lead both to each other; the first one's text is that of a process alone."""
+  from eagle_jax.weights import naming
+  from tiny_files import TINY, byte_metadata, random_tensors, write_gguf
+
+  programs = tmp_path / 'programs'
+  programs.mkdir()
+  (programs / 'srun').write_text(SRUN, encoding='utf-8')
+  config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(258, 257))
+  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
+  target = write_gguf(tmp_path / 'bytes.gguf', tensors, config=config, extra=byte_metadata(eos_token_id=None))
+  flags = [f'--target={target}', '--drafter=', '--prompt=abc', '--max_new_tokens=8', '--json']
+  alone = subprocess.run(
+    [sys.executable, 'launch/generate.py', *flags], capture_output=True, text=True, cwd=ROOT, check=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'}, timeout=600,
+  )  # fmt: skip
+  together = run_script(
+    'slurm.sh', 'launch/generate.py', *flags, '--num_model=2', folder=programs, PYTHON=sys.executable,
+    SLURM_JOB_ID=free_job(),
+  )  # fmt: skip
+  assert together.returncode == 0, together.stderr
+  (printed,) = [line for line in together.stdout.splitlines() if line.startswith('{')]
+  assert json.loads(printed)['tokens'] == json.loads(alone.stdout)['tokens']
+
+
+@pytest.mark.parametrize('name', ['gpus.sh', 'slurm.sh'])
+def test_a_script_s_own_command_is_a_launcher_s(name, tmp_path):
+  (tmp_path / 'srun').write_text('#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\n"$@"\n', encoding='utf-8')
+  done = run_script(name, folder=tmp_path, PYTHON='echo')
+  launcher, *flags = done.stdout.split()
+  assert (ROOT / launcher).is_file()
+  assert any(flag.startswith('--num_model=') for flag in flags)
+  assert ('--cluster=auto' in flags) == (name == 'slurm.sh')
+
+
+def test_a_tpu_is_deleted_whatever_its_command_does(tmp_path):
+  (tmp_path / 'gcloud').write_text('#!/usr/bin/env bash\necho "$4" "$@" >&2\n[[ $* != *venv/bin/python* ]]\n')
+  done = run_script('tpu_vm.sh', folder=tmp_path, PROJECT='p', ZONE='z')
+  lines = done.stderr.splitlines()
+  assert [line.split()[0] for line in lines] == ['create', 'scp', 'ssh', 'ssh', 'delete']
+  assert '--cluster=auto' in lines[3]
+  assert r'Explain\ why\ the\ sky\ is\ blue.' in lines[3]
+  assert all('--project=p --zone=z' in line for line in lines)
+  assert done.returncode == 1
+
+
+def test_a_tpu_needs_a_project(tmp_path):
+  done = run_script('tpu_vm.sh', folder=tmp_path, ZONE='z')
+  assert done.returncode != 0
+  assert 'PROJECT' in done.stderr
