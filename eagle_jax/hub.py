@@ -115,7 +115,7 @@ def _target_path(name_or_path: str | Path) -> Path:
 def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max_context: int | None) -> Target:
   file = gguf.read_gguf(path)
   config, tokenizer = _gguf_config_and_tokenizer(file, max_context)
-  table = naming.gguf_table(config, permuted_qk=gguf.read_family(file).permuted_qk)
+  table = naming.gguf_table(config, gguf.read_family(file))
   params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place)
   return Target(config, params, tokenizer)
 

@@ -26,7 +26,7 @@ from tiny_files import HF_CONFIG, TINY, TINY_DRAFTER, byte_metadata, hf_folder, 
 
 @pytest.fixture
 def gguf_path(tmp_path):
-  return write_gguf(tmp_path / 'tiny.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True)))
+  return write_gguf(tmp_path / 'tiny.gguf', random_tensors(naming.gguf_table(TINY)))
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ CHAT_ML = (
 def test_what_ends_an_answer_in_the_chat_template_ends_a_text(tmp_path, caplog, template, eos_ids, expected):
   """As in the first GGUF files of Llama-3-Instruct, whose end of text is the base model's."""
   config = dataclasses.replace(TINY, vocab_size=259, eos_ids=eos_ids)
-  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
+  tensors = random_tensors(naming.gguf_table(config))
   extra = byte_metadata(eos_token_id=None)
   extra |= {} if template is None else {'tokenizer.chat_template': template}
   path = write_gguf(tmp_path / 'tiny.gguf', tensors, config=config, extra=extra)
@@ -74,7 +74,7 @@ def test_what_ends_an_answer_in_the_chat_template_ends_a_text(tmp_path, caplog, 
 
 def test_a_tokenizer_that_does_not_fit_names_its_file(tmp_path):
   config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(0, 0))
-  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
+  tensors = random_tensors(naming.gguf_table(config))
   path = write_gguf(
     tmp_path / 'tiny.gguf', tensors, config=config, extra=byte_metadata(merges=['x y z'], eos_token_id=None)
   )
@@ -175,7 +175,7 @@ WINDOW_THEN_NONE = ['sliding_attention', 'full_attention']
     (
       {'model_type': 'gemma3_text', 'rope_theta': 9.0, 'sliding_window': 64, 'sliding_window_pattern': 2}
       | {'head_dim': 8, 'query_pre_attn_scalar': 16, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}},
-      GEMMA | {'max_context': 256, 'layer_changes': ((1, FULL_IN_GEMMA),)},
+      GEMMA | {'layer_changes': ((1, FULL_IN_GEMMA),)},
     ),
     (
       {'model_type': 'smollm3', 'no_rope_layer_interval': 2},
@@ -337,7 +337,7 @@ def test_a_context_of_a_gguf_file_may_be_asked_for(gguf_path):
 
 
 def test_a_split_gguf_file(tmp_path, gguf_path):
-  tensors = [*random_tensors(naming.gguf_table(TINY, permuted_qk=True)).items()]
+  tensors = [*random_tensors(naming.gguf_table(TINY)).items()]
   parts = [tmp_path / f'split-0000{number}-of-00002.gguf' for number in (1, 2)]
   for number, part in enumerate(parts):
     write_gguf(part, dict(tensors[number::2]), extra={'split.count': 2, 'split.no': number})
@@ -587,7 +587,7 @@ def test_a_draft_vocabulary_comes_back(tmp_path):
   assert params['ids'].dtype == jnp.int32
   assert params['ids'].tolist() == [1, 2, 5, 9]
   hub.save_drafter(Drafter(config, params), tmp_path / 'drafter')
-  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
+  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY))))
   loaded = hub.load_drafter(tmp_path / 'drafter', target)
   assert loaded.config == config
   assert loaded.params['ids'].tolist() == [1, 2, 5, 9]
@@ -598,7 +598,7 @@ def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path):
   table = tensor_table(config)
   params = assemble((random_tensors(table) | {'d2t': np.array([1, 1, 3, 8], np.int64)}).items(), table, 'float32')
   hub.save_drafter(Drafter(config, params), tmp_path / 'drafter')
-  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
+  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY))))
   with pytest.raises(ValueError, match='d2t leads outside the target vocabulary of 11 ids'):
     hub.load_drafter(tmp_path / 'drafter', target)
 
@@ -607,7 +607,7 @@ def test_a_drafter_can_be_stored_in_half_the_bytes(tmp_path):
   table = tensor_table(TINY_DRAFTER)
   params = assemble(random_tensors(table).items(), table, 'float32')
   hub.save_drafter(Drafter(TINY_DRAFTER, params), tmp_path / 'drafter', dtype='bfloat16')
-  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True))))
+  target = hub.load_target(write_gguf(tmp_path / 'a.gguf', random_tensors(naming.gguf_table(TINY))))
   loaded = hub.load_drafter(tmp_path / 'drafter', target)
   jax.tree.map(
     lambda a, b: np.testing.assert_array_equal(a.astype('bfloat16').astype('float32'), b), params, loaded.params

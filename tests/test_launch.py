@@ -35,7 +35,7 @@ DRAFTER = DrafterConfig(vocab_size=11, width=32, num_heads=4, num_kv_heads=2, he
 def files(tmp_path_factory):
   """--target and --drafter of a tiny pair without tokenizer."""
   folder = tmp_path_factory.mktemp('models')
-  path = write_gguf(folder / 'tiny.gguf', random_tensors(naming.gguf_table(TINY, permuted_qk=True)))
+  path = write_gguf(folder / 'tiny.gguf', random_tensors(naming.gguf_table(TINY)))
   hub.save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(0))), folder / 'drafter')
   return [f'--target={path}', f'--drafter={folder / "drafter"}']
 
@@ -45,7 +45,7 @@ def byte_level_target(tmp_path_factory):
   """A GGUF file of a tiny target with a tokenizer of bytes."""
   folder = tmp_path_factory.mktemp('byte_level')
   config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(258, 257))
-  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
+  tensors = random_tensors(naming.gguf_table(config))
   return write_gguf(folder / 'bytes.gguf', tensors, config=config, extra=byte_metadata(eos_token_id=None))
 
 

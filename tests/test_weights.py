@@ -4,6 +4,7 @@ import dataclasses
 import math
 import resource
 
+import gguf
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from eagle_jax.draft.kinds import tensor_table
+from eagle_jax.models.families import FAMILIES
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.weights import gguf as gguf_file
 from eagle_jax.weights import naming, targets
@@ -21,7 +23,7 @@ from tiny_files import TINY, TINY_DRAFTER, random_tensors, write_gguf
 
 @pytest.fixture
 def table():
-  return naming.gguf_table(TINY, permuted_qk=True)
+  return naming.gguf_table(TINY)
 
 
 def test_gguf_config(tmp_path, table):
@@ -57,12 +59,14 @@ def test_gguf_needed_fields_have_no_default(tmp_path, table):
 @pytest.mark.parametrize(
   ('extra', 'message'),
   [
-    ({'llama.rope.scaling.type': 'yarn'}, 'RoPE scaling'),
-    ({'llama.rope.scaling.factor': 4.0}, "RoPE scaling 'linear'"),
-    ({'llama.rope.scale_linear': 2.0}, "RoPE scaling 'linear'"),
-    ({'llama.expert_count': 8}, 'experts'),
+    ({'llama.rope.scaling.type': 'yarn'}, "RoPE scaling 'yarn'"),
+    ({'llama.rope.scaling.type': 'ntk'}, "RoPE scaling 'ntk'"),
+    ({'llama.expert_count': 8}, '`experts_per_token`'),
     ({'llama.rope.dimension_count': 4}, 'rope.dimension_count is 4'),
-    ({'llama.attention.sliding_window': 4096}, 'sliding window'),
+    ({'llama.attention.value_length': 4}, 'attention.value_length is 4'),
+    ({'llama.attention.sliding_window': 4096}, "{'llama.attention.sliding_window': 4096}"),
+    ({'llama.attn_logit_softcapping': 30.0}, "{'llama.attn_logit_softcapping': 30.0}"),
+    ({'llama.pooling_type': 3}, "{'llama.pooling_type': 3}"),
   ],
 )
 def test_gguf_variants_are_refused(tmp_path, table, extra, message):
@@ -71,15 +75,26 @@ def test_gguf_variants_are_refused(tmp_path, table, extra, message):
     gguf_file.target_config(gguf_file.read_gguf(path))
 
 
+@pytest.mark.parametrize(
+  'extra',
+  [{'llama.rope.scaling.factor': 4.0}, {'llama.rope.scale_linear': 4.0}, {'llama.attention.sliding_window': 0}],
+)
+def test_gguf_scales_rope_and_may_say_what_means_nothing(tmp_path, table, extra):
+  path = write_gguf(tmp_path / 'tiny.gguf', random_tensors(table), extra=extra)
+  config = gguf_file.target_config(gguf_file.read_gguf(path))
+  is_scaled = 'llama.attention.sliding_window' not in extra
+  assert (config.rope_slowdown, config.max_context) == (((4.0,) * 4, 512) if is_scaled else ((), 128))
+
+
 def test_gguf_of_qwen2(tmp_path):
   """Rows of q and k as they are, and biases."""
   biased = dataclasses.replace(TINY, qkv_bias=True)
-  table = naming.gguf_table(biased, permuted_qk=False)
+  table = naming.gguf_table(biased, FAMILIES['qwen2'])
   tensors = random_tensors(table)
   file = gguf_file.read_gguf(write_gguf(tmp_path / 'tiny.gguf', tensors, arch='qwen2'))
   config = gguf_file.target_config(file)
   assert dataclasses.replace(config, norm_eps=TINY.norm_eps) == biased
-  assert gguf_file.read_family(file).permuted_qk is False
+  assert gguf_file.read_family(file) is FAMILIES['qwen2']
   attention = assemble(file.tensors(), table, jnp.float32)['layer_1']['attn']
   q_GJKD, k_bias_GK = attention['qkv']['weight'][:, :-2], attention['qkv']['bias'][:, -2]
   np.testing.assert_array_equal(q_GJKD.reshape(32, 32), tensors['blk.1.attn_q.weight'])
@@ -121,7 +136,7 @@ def test_k_rows_turn_by_kv_heads(table):
   rows = np.arange(16, dtype=np.float32)[:, None] * np.ones((1, 32), np.float32)
   ours = table.entries['blk.0.attn_k.weight'].to_ours(rows)[:, 0]
   np.testing.assert_array_equal(ours, [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15])
-  plain = naming.gguf_table(TINY, permuted_qk=False).entries['blk.0.attn_k.weight']
+  plain = naming.gguf_table(TINY, FAMILIES['qwen2']).entries['blk.0.attn_k.weight']
   np.testing.assert_array_equal(plain.to_ours(rows), rows)
 
 
@@ -134,6 +149,23 @@ def test_gguf_dequantises(tmp_path, table):
   step = np.abs(tensors[quantised[0]]).max() / 127  # Q8_0: 255 steps over a block's range
   error = np.abs(read[quantised[0]] - tensors[quantised[0]]).max()
   assert 0 < error <= step
+
+
+@pytest.mark.parametrize('kind', gguf.quants._type_traits, ids=lambda kind: kind.name)
+def test_gguf_dequantises_blocks_of_every_kind(tmp_path, kind):
+  """Random ones, three rows of two blocks of 256 numbers."""
+  num_numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+  raw = np.random.default_rng(0).integers(0, 256, (3, 512 // num_numbers * num_bytes), dtype=np.uint8)
+  writer = gguf.GGUFWriter(tmp_path / 'one.gguf', 'llama')
+  writer.add_tensor('x', raw, raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  with np.errstate(all='ignore'):
+    found = gguf_file.read_gguf(tmp_path / 'one.gguf').tensor('x')
+    assert (found.shape, found.dtype) == ((3, 512), np.float32)
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, kind))
 
 
 def test_gguf_damage_gives_one_clear_error(tmp_path, table):
@@ -229,7 +261,7 @@ def test_target_tree_is_the_networks_own(switches):
   needed = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
   tables = [naming.hf_table(config)]
   if not config.num_experts:
-    tables.append(naming.gguf_table(config, permuted_qk=True))
+    tables.append(naming.gguf_table(config))
   for table in tables:
     params = assemble(random_tensors(table).items(), table, jnp.float32)
     assert jax.tree.map(jnp.shape, params) == needed

@@ -55,6 +55,7 @@ FAMILIES = {
     ('num_key_value_heads', 'moe_intermediate_size', 'num_experts_per_tok'),
     holds=_WINDOWS - {'layer_types'} | {'attention_bias', 'norm_topk_prob', 'decoder_sparse_step', 'mlp_only_layers'},
     absent={'sliding_window': 4096, 'decoder_sparse_step': 1},
+    gguf='qwen3moe',
     qk_norm=True,
     experts='qwen3_moe',
   ),
@@ -62,6 +63,8 @@ FAMILIES = {
     ('num_key_value_heads',),
     holds=_WINDOWS | _BIASES | {'no_rope_layers'},
     absent={'rope_theta': 2_000_000.0, 'no_rope_layer_interval': 4, 'tie_word_embeddings': True},
+    gguf='smollm3',
+    permuted_qk=True,
   ),
   'gemma3_text': Family(
     ('num_key_value_heads', 'head_dim', 'query_pre_attn_scalar'),
@@ -89,6 +92,7 @@ FAMILIES = {
     norm_offset=1.0,
     scales_embedding=True,
     activation='gelu_tanh',
+    gguf='gemma3',
   ),
   'gpt_oss': Family(
     ('num_key_value_heads', 'head_dim', 'num_local_experts', 'num_experts_per_tok'),
@@ -112,6 +116,7 @@ FAMILIES = {
     norm_in_float32=True,
     has_sinks=True,
     experts='gpt_oss',
+    gguf='gpt-oss',
   ),
   'olmo2': Family(
     holds=frozenset({'attention_bias'}),
@@ -120,12 +125,14 @@ FAMILIES = {
     has_input_norms=False,
     has_output_norms=True,
     norm_in_float32=True,
+    gguf='olmo2',
   ),
-  'granite': Family(holds=_BIASES | _MULTIPLIERS),
+  'granite': Family(holds=_BIASES | _MULTIPLIERS, gguf='granite', permuted_qk=True),
   'phi3': Family(
     holds=frozenset({'sliding_window', 'partial_rotary_factor'}),
     absent={'original_max_position_embeddings': 4096},
     rope_kinds=('default', 'longrope'),
     is_fused=True,
+    gguf='phi3',
   ),
 }

@@ -13,7 +13,9 @@ import numpy as np
 
 from eagle_jax.config import TargetConfig
 from eagle_jax.models.families import FAMILIES, Family
-from eagle_jax.weights.rope import chosen_context
+from eagle_jax.weights.layouts import Keys
+from eagle_jax.weights.rope import Rope, Settings, chosen_context
+from eagle_jax.weights.targets import SWITCHES, layer_changes
 
 _DEFAULT_ROPE_THETA = 10_000.0  # what GGUF means by an absent rope.freq_base
 
@@ -140,32 +142,150 @@ def target_config(file: GGUFFile, *, max_context: int | None = None) -> TargetCo
   """
   family = read_family(file)
   arch = file.metadata['general.architecture']
-  fields = {key.removeprefix(f'{arch}.'): value for key, value in file.metadata.items() if key.startswith(f'{arch}.')}
+  fields = Keys(
+    {key.removeprefix(f'{arch}.'): value for key, value in file.metadata.items() if key.startswith(f'{arch}.')}
+  )
   _require_fields(file, arch, fields)
-  _refuse_variants(file, fields)
   width, num_heads = int(fields['embedding_length']), int(fields['attention.head_count'])
   head_dim = int(fields.get('attention.key_length', width // num_heads))
-  for name in ('attention.value_length', 'rope.dimension_count'):
+  for name in ('attention.value_length', 'attention.key_length_swa', 'attention.value_length_swa'):
     if fields.get(name, head_dim) != head_dim:
       raise ValueError(f'{file.path}: {arch}.{name} is {fields[name]}, but only the head size {head_dim} is supported.')
-  return TargetConfig(
+  ropes, rotary_dim, max_context = _ropes(file, family, fields, head_dim, max_context)
+  layers = _layers(file, family, fields, ropes)
+  num_experts = int(fields.get('expert_count', 0))
+  config = TargetConfig(
+    **layers[0],
     vocab_size=_vocab_size(file, fields),
     width=width,
-    num_layers=int(fields['block_count']),
+    num_layers=len(layers),
     num_heads=num_heads,
     num_kv_heads=int(fields.get('attention.head_count_kv', num_heads)),  # GGUF: absent means multi-head
     head_dim=head_dim,
-    ffn_width=int(fields['feed_forward_length']),
-    max_context=chosen_context(file.path, int(fields['context_length']), int(fields['context_length']), max_context),
+    ffn_width=_ffn_width(fields, num_experts),
+    max_context=max_context,
     norm_eps=float(fields['attention.layer_norm_rms_epsilon']),
-    rope_theta=float(fields.get('rope.freq_base', _DEFAULT_ROPE_THETA)),
-    rope_slowdown=_rope_slowdown(file),
+    rotary_dim=rotary_dim if rotary_dim != head_dim else None,
     tied_head='output.weight' not in file.tensor_names,
-    qkv_bias=family.qkv_bias,
-    qk_norm=family.qk_norm,
+    qkv_bias=family.qkv_bias or 'blk.0.attn_q.bias' in file.tensor_names,
+    o_bias='blk.0.attn_output.bias' in file.tensor_names,
+    mlp_bias='blk.0.ffn_up.bias' in file.tensor_names,
+    **{name: getattr(family, name) for name in SWITCHES},
+    **_numbers(family, fields, width, head_dim, num_heads, len(layers)),
+    num_experts=num_experts,
+    experts_per_token=int(fields.get('expert_used_count', 0)),
+    expert_bias='blk.0.ffn_gate_inp.bias' in file.tensor_names,
+    layer_changes=layer_changes(layers),
     eos_ids=_eos_ids(file.metadata),
     name=str(file.metadata.get('general.name', file.path.stem)),
   )
+  _require_known(file, arch, fields)
+  return config
+
+
+def _ffn_width(fields: Keys, num_experts: int) -> int:
+  dense = int(fields['feed_forward_length'])
+  return int(fields.get('expert_feed_forward_length', dense)) if num_experts else dense
+
+
+def _numbers(
+  family: Family, fields: Keys, width: int, head_dim: int, num_heads: int, num_layers: int
+) -> dict[str, Any]:
+  """The numbers that some families multiply by, or limit something to."""
+  numbers = {}
+  if 'embedding_multiplier' in family.holds:
+    names = {
+      'embedding_scale': 'embedding_scale', 'attention_scale': 'attention.scale', 'residual_scale': 'residual_scale',
+      'logit_divisor': 'logit_scale',
+    }  # fmt: skip
+    numbers = {ours: float(fields.get(name, 1.0)) for ours, name in names.items()}
+  if family.scales_embedding:
+    numbers['embedding_scale'] = width**0.5
+    is_27b = num_layers == 62  # the one that divides by the share of a head in the width, which no key says
+    numbers['attention_scale'] = (width // num_heads if is_27b else head_dim) ** -0.5
+    if (cap := fields.get('final_logit_softcapping')) is not None:
+      numbers['logit_cap'] = float(cap)
+  if 'swiglu_limit' in family.holds:
+    numbers |= {'gate_limit': family.absent['swiglu_limit'], 'gate_slope': family.absent['swiglu_alpha']}
+  return numbers
+
+
+def _layers(file: GGUFFile, family: Family, fields: Keys, ropes: tuple[Rope, Rope]) -> list[dict[str, Any]]:
+  """The fields of each layer in which layers may differ. What no key says of a family is what its models have."""
+  num_layers = int(fields['block_count'])
+  if num_layers < 1:
+    raise ValueError(f'{file.path}: block_count must be positive, got {num_layers}.')
+  window = int(fields.get('attention.sliding_window', 0)) if 'sliding_window' in family.holds else 0
+  pattern = fields.get('attention.sliding_window_pattern') if window else None
+  if pattern is None:
+    pattern = family.absent.get('sliding_window_pattern')
+  if isinstance(pattern, list):  # one for each layer, whether it is windowed
+    is_windowed = [bool(is_on) for is_on in pattern]
+  else:
+    is_windowed = [pattern is None or (index + 1) % pattern != 0 for index in range(num_layers)]
+  if len(is_windowed) != num_layers:
+    raise ValueError(f'{file.path}: attention.sliding_window_pattern {pattern} does not fit {num_layers} layers.')
+  interval = family.absent.get('no_rope_layer_interval')
+  layers = []
+  for index in range(num_layers):
+    has_window = bool(window) and is_windowed[index]
+    rope = ropes[has_window]
+    layers.append(
+      {
+        'window': window if has_window else None,
+        'has_rope': interval is None or (index + 1) % interval != 0,
+        'rope_theta': rope.theta,
+        'rope_slowdown': rope.slowdown,
+        'rope_factor': rope.factor,
+      }
+    )
+  return layers
+
+
+def _ropes(
+  file: GGUFFile, family: Family, fields: Keys, head_dim: int, max_context: int | None
+) -> tuple[tuple[Rope, Rope], int, int]:
+  """RoPE of layers without and with a window, how much of a head it turns, and how many tokens texts may have."""
+  rotary_dim = int(fields.get('rope.dimension_count', head_dim))
+  if rotary_dim != head_dim and 'partial_rotary_factor' not in family.holds:
+    raise ValueError(
+      f'{file.path}: rope.dimension_count is {rotary_dim}, but only the head size {head_dim} is supported.'
+    )
+  context, theta = int(fields['context_length']), float(fields.get('rope.freq_base', _DEFAULT_ROPE_THETA))
+  scaling = _scaling(file, family, fields)
+  content = Keys({'rope_scaling': scaling, 'rope_theta': theta, 'max_position_embeddings': context})
+  kinds = 'default', 'linear', 'yarn', 'longrope'
+  settings = Settings.read(file.path, content, rotary_dim, theta=theta, kinds=kinds)
+  is_local = 'rope_local_base_freq' in family.holds
+  contexts = (context, context) if is_local else settings.contexts()
+  max_context = chosen_context(file.path, *contexts, max_context)
+  rope = settings.rope(max_context)
+  if slowdown := _rope_slowdown(file):
+    rope = Rope(theta, slowdown)
+  local = Rope(float(fields.get('rope.freq_base_swa', family.absent['rope_local_base_freq']))) if is_local else rope
+  return (rope, local), rotary_dim, max_context
+
+
+def _scaling(file: GGUFFile, family: Family, fields: Keys) -> dict[str, Any]:
+  """The scaling of RoPE in the terms of config.json."""
+  factor = fields.get('rope.scaling.factor', fields.get('rope.scale_linear'))  # old files say no type
+  kind = fields.get('rope.scaling.type', 'none' if factor in (None, 0, 1) else 'linear')
+  original = fields.get('rope.scaling.original_context_length')
+  if 'rope_factors_long.weight' in file.tensor_names:
+    lists = {f'{name}_factor': file.tensor(f'rope_factors_{name}.weight').tolist() for name in ('short', 'long')}
+    attention = fields.get('rope.scaling.attn_factor')
+    return {
+      'rope_type': 'longrope',
+      'original_max_position_embeddings': original,
+      'attention_factor': attention,
+    } | lists
+  if kind == 'none':
+    return {'rope_type': 'default'}
+  scaling = {'rope_type': kind, 'factor': factor}
+  if kind == 'yarn':
+    betas = {name: fields.get(f'rope.scaling.yarn_{name}') for name in ('beta_fast', 'beta_slow')}
+    scaling |= {'original_max_position_embeddings': original, 'truncate': family.gguf != 'gpt-oss', **betas}
+  return scaling
 
 
 def _rope_slowdown(file: GGUFFile) -> tuple[float, ...]:
@@ -174,7 +294,7 @@ def _rope_slowdown(file: GGUFFile) -> tuple[float, ...]:
   return tuple(file.tensor(name).tolist()) if name in file.tensor_names else ()
 
 
-def _require_fields(file: GGUFFile, arch: str, fields: Mapping[str, Any]) -> None:
+def _require_fields(file: GGUFFile, arch: str, fields: Keys) -> None:
   needed = (
     'embedding_length',
     'block_count',
@@ -186,21 +306,28 @@ def _require_fields(file: GGUFFile, arch: str, fields: Mapping[str, Any]) -> Non
   missing = [f'{arch}.{name}' for name in needed if name not in fields]
   if missing:
     raise ValueError(f'{file.path}: the GGUF metadata lacks {missing}. Convert the model again with a current tool.')
+  for name in (*needed, 'attention.head_count_kv', 'expert_feed_forward_length'):
+    if isinstance(fields.get(name), list):
+      raise ValueError(f'{file.path}: {arch}.{name} differs between layers, which is not supported.')
 
 
-def _refuse_variants(file: GGUFFile, fields: Mapping[str, Any]) -> None:
-  """Variants whose extra fields, if ignored, would give wrong logits without an error."""
-  factor = fields.get('rope.scaling.factor', fields.get('rope.scale_linear', 1.0))  # old files say no type
-  scaling = fields.get('rope.scaling.type', 'none' if factor in (0, 1) else 'linear')
-  if scaling != 'none':
-    raise ValueError(f'{file.path}: RoPE scaling {scaling!r} is not supported, only none.')
-  if fields.get('expert_count', 0):
-    raise ValueError(f'{file.path}: mixture of {fields["expert_count"]} experts is not supported, only dense layers.')
-  if fields.get('attention.sliding_window', 0):
-    raise ValueError(f'{file.path}: a sliding window is not supported in GGUF files, only in Hugging Face folders.')
+# Fields that may be there with a value that changes nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  'rope.scaling.finetuned': (True, False), 'rope.dimension_count_swa': (), 'attention.causal': (True,),
+  'attention.sliding_window': (0,), 'expert_shared_count': (0,), 'expert_group_count': (0, 1),
+  'expert_group_used_count': (0, 1), 'expert_weights_norm': (True,), 'expert_gating_func': (1,),
+  'leading_dense_block_count': (0,), 'nextn_predict_layers': (0,), 'pooling_type': (0,),
+}  # fmt: skip
 
 
-def _vocab_size(file: GGUFFile, fields: Mapping[str, Any]) -> int:
+def _require_known(file: GGUFFile, arch: str, fields: Keys) -> None:
+  """Raise ValueError if a field that was not read may change the network; all are listed."""
+  wrong = {f'{arch}.{name}': fields[name] for name in sorted(fields.unread())}
+  if wrong := {name: x for name, x in wrong.items() if x not in _NEUTRAL.get(name.removeprefix(f'{arch}.'), ())}:
+    raise ValueError(f'{file.path}: {wrong} are not supported: they may change the network.')
+
+
+def _vocab_size(file: GGUFFile, fields: Keys) -> int:
   if 'vocab_size' in fields:
     return int(fields['vocab_size'])
   if 'tokenizer.ggml.tokens' not in file.metadata:

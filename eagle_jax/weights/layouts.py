@@ -142,8 +142,12 @@ class Keys(Mapping[str, Any]):
     """Take other keys for the object under a key: those that a reader uses in its place."""
     self._nested[name] = keys
 
+  def unread(self) -> set[str]:
+    """Return the names of keys that no reader used."""
+    return self.content.keys() - self._read
+
   def _faults(self) -> Iterator[str]:
-    for name in self.content.keys() - self._read - IGNORED:
+    for name in self.unread() - IGNORED:
       path, value = f'{self._prefix}{name}', self.content[name]
       if name not in NEUTRAL:
         yield f'{path} {value!r}: not known here. Remove the key if it means nothing to the network.'

@@ -66,7 +66,7 @@ class _LayerDims(Protocol):
 
 
 def permute_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-  """[heads * K, in], rotate-half order -> interleaved order: row (half, i) of a head moves to (i, half)."""
+  """[heads * K, ...], rotate-half order -> interleaved order: row (half, i) of a head moves to (i, half)."""
   return _swap_row_axes(weight, num_heads, (2, -1))
 
 
@@ -76,7 +76,7 @@ def unpermute_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _swap_row_axes(weight: np.ndarray, num_heads: int, split: tuple[int, int]) -> np.ndarray:
-  return weight.reshape(num_heads, *split, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+  return weight.reshape(num_heads, *split, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _permuted(entry: Entry, num_heads: int) -> Entry:
@@ -178,20 +178,73 @@ _EXPERTS = {
 }
 
 
-def gguf_table(config: TargetConfig, *, permuted_qk: bool) -> Table:
-  """GGUF names of a dense Llama-kind target; `permuted_qk` is `Family.permuted_qk`."""
+def gguf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
+  """GGUF names of a target of a family."""
   entries = _outer_entries(config, 'token_embd.weight', 'output_norm.weight', 'output.weight')
+  mlp_norm = 'post_attention_norm' if family.gguf == 'gpt-oss' else 'ffn_norm'
+  norms = {'attn_norm': 'attn_norm', mlp_norm: 'mlp_norm'} if config.has_input_norms else {}
+  norms |= {'post_attention_norm': 'attn_out_norm', 'post_ffw_norm': 'mlp_out_norm'} if config.has_output_norms else {}
   for i in range(config.num_layers):
-    layer, block = f'layer_{i}', f'blk.{i}'
-    entries[f'{block}.attn_norm.weight'] = Entry((layer, 'attn_norm', 'scale'), (config.width,))
-    entries[f'{block}.ffn_norm.weight'] = Entry((layer, 'mlp_norm', 'scale'), (config.width,))
-    entries |= projection_entries(config, (layer,), block, _GGUF_PROJECTIONS)
+    layer, block, of_layer = f'layer_{i}', f'blk.{i}', config.layer(i)
+    entries |= {
+      f'{block}.{name}.weight': Entry((layer, ours, 'scale'), (config.width,)) for name, ours in norms.items()
+    }
+    projections = projection_entries(of_layer, (layer,), block, _GGUF_PROJECTIONS)
+    if family.permuted_qk:
+      for name, entry in projections.items():
+        if (num_heads := _rotated_heads(config).get(name.split('.')[2])) is not None:
+          projections[name] = _permuted(entry, num_heads)
+    entries |= (
+      _fused(config, layer, projections, f'{block}.attn_qkv', f'{block}.ffn_up') if family.is_fused else projections
+    )
     entries |= head_norms(config, (layer,), f'{block}.attn_')
-    if permuted_qk:
-      for name, num_heads in (('attn_q', config.num_heads), ('attn_k', config.num_kv_heads)):
-        weight = f'{block}.{name}.weight'
-        entries[weight] = _permuted(entries[weight], num_heads)
-  return Table(entries, frozenset({'rope_freqs.weight'}))  # `gguf.target_config` has read it
+    if config.has_sinks:
+      entries[f'{block}.attn_sinks.weight'] = _sinks(config, layer)
+    if of_layer.num_experts:
+      entries |= _gguf_expert_entries(of_layer, layer, block)
+  if config.norm_offset:  # files of this kind hold the sum
+    entries = {name: _shifted(entry, config.norm_offset) for name, entry in entries.items()}
+  # `gguf.target_config` has read these.
+  return Table(entries, frozenset({'rope_freqs.weight', 'rope_factors_long.weight', 'rope_factors_short.weight'}))
+
+
+def _rotated_heads(config: TargetConfig) -> dict[str, int]:
+  """How many heads the tensors have whose rows GGUF may permute."""
+  return {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
+
+
+def _sinks(config: TargetConfig, layer: str) -> Entry:
+  heads = config.num_kv_heads, config.num_heads // config.num_kv_heads
+  return Entry((layer, 'attn', 'sinks'), (config.num_heads,), heads)
+
+
+def _shifted(entry: Entry, offset: float) -> Entry:
+  """A norm's scale, from which the offset is taken; any other entry as it is."""
+  if entry.path[-1] != 'scale':
+    return entry
+  return dataclasses.replace(
+    entry, to_ours=lambda x: x - np.asarray(offset, x.dtype), to_file=lambda x: x + np.asarray(offset, x.dtype)
+  )
+
+
+def _gguf_expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:
+  """The router and all experts of one layer, each kind of matrix in one tensor."""
+  E, F, D = config.num_experts, config.ffn_width, config.width
+  router, inward, outward = ((layer, 'mlp', name) for name in ('router', 'expert_gate_up', 'expert_down'))
+  entries = {
+    'ffn_gate_inp.weight': Entry((*router, 'weight'), (E, D)),
+    'ffn_gate_exps.weight': Entry((*inward, 'weight'), (E, F, D), (E, 2, F, D), np.s_[:, 0]),
+    'ffn_up_exps.weight': Entry((*inward, 'weight'), (E, F, D), (E, 2, F, D), np.s_[:, 1]),
+    'ffn_down_exps.weight': Entry((*outward, 'weight'), (E, D, F)),
+  }
+  if config.expert_bias:
+    entries |= {
+      'ffn_gate_inp.bias': Entry((*router, 'bias'), (E,)),
+      'ffn_gate_exps.bias': Entry((*inward, 'bias'), (E, F), (E, 2, F), np.s_[:, 0]),
+      'ffn_up_exps.bias': Entry((*inward, 'bias'), (E, F), (E, 2, F), np.s_[:, 1]),
+      'ffn_down_exps.bias': Entry((*outward, 'bias'), (E, D)),
+    }
+  return {f'{block}.{name}': entry for name, entry in entries.items()}
 
 
 def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
@@ -207,11 +260,11 @@ def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
     ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
     entries |= _layer_norms(config, (layer,), block)
     projections = projection_entries(of_layer, (layer,), block, HF_PROJECTIONS)
-    entries |= _fused(config, layer, block, projections) if family.is_fused else projections
+    fused = f'{block}.self_attn.qkv_proj', f'{block}.mlp.gate_up_proj'
+    entries |= _fused(config, layer, projections, *fused) if family.is_fused else projections
     entries |= head_norms(config, (layer,), f'{block}.self_attn.')
     if config.has_sinks:
-      heads = config.num_kv_heads, config.num_heads // config.num_kv_heads
-      entries[f'{block}.self_attn.sinks'] = Entry((layer, 'attn', 'sinks'), (config.num_heads,), heads)
+      entries[f'{block}.self_attn.sinks'] = _sinks(config, layer)
     if of_layer.num_experts and family.experts == 'gpt_oss':
       entries |= _joint_expert_entries(of_layer, layer, f'{block}.mlp')
     elif of_layer.num_experts:
@@ -230,8 +283,10 @@ def _layer_norms(config: TargetConfig, layer: tuple[str, ...], block: str) -> di
   return {f'{block}.{name}.weight': Entry((*layer, ours, 'scale'), (config.width,)) for name, ours in names.items()}
 
 
-def _fused(config: TargetConfig, layer: str, block: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-  """Phi-3's names: one tensor of all queries, then all keys, then all values; and one of gate, then up."""
+def _fused(
+  config: TargetConfig, layer: str, entries: dict[str, Entry], qkv_name: str, gate_up_name: str
+) -> dict[str, Entry]:
+  """Put one tensor of all queries, then all keys, then all values, and one of gate, then up, for those of each."""
   num_kv_heads, head_dim, width = config.num_kv_heads, config.head_dim, config.width
   queries = config.num_heads // num_kv_heads
   head_GQ = np.arange(config.num_heads).reshape(num_kv_heads, queries)
@@ -251,7 +306,7 @@ def _fused(config: TargetConfig, layer: str, block: str, entries: dict[str, Entr
   both = 2 * config.ffn_width, width
   gate_up = Entry((layer, 'mlp', 'gate_up', 'weight'), both, (2, config.ffn_width, width))
   others = {name: entry for name, entry in entries.items() if entry.path[-2] not in ('qkv', 'gate_up')}
-  return others | {f'{block}.self_attn.qkv_proj.weight': qkv, f'{block}.mlp.gate_up_proj.weight': gate_up}
+  return others | {f'{qkv_name}.weight': qkv, f'{gate_up_name}.weight': gate_up}
 
 
 def head_norms(config: Any, layer: tuple[str, ...], prefix: str) -> dict[str, Entry]:

@@ -63,7 +63,9 @@ def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int 
       for kind, scaling in scalings.items()
     }
     of_all = settings[_FULL]
-    max_context = chosen_context(folder, *of_all.contexts(), max_context)
+    is_stated = _SLIDING in scalings  # Gemma 3 states the scaled context
+    contexts = (int(keys['max_position_embeddings']),) * 2 if is_stated else of_all.contexts()
+    max_context = chosen_context(folder, *contexts, max_context)
     ropes = {kind: given.rope(max_context) for kind, given in settings.items()}
     layers = _layers(folder, keys, family, ropes)
     _read_past(keys, family)
@@ -77,12 +79,12 @@ def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int 
       qkv_bias=family.qkv_bias or has_biases,
       o_bias=has_biases,
       mlp_bias='mlp_bias' in family.holds and keys.flag('mlp_bias'),
-      **{name: getattr(family, name) for name in _SWITCHES},
+      **{name: getattr(family, name) for name in SWITCHES},
       **_numbers(keys, family, fields['width']),
       expert_bias=family.experts == 'gpt_oss',
       shares_sum_to_1='norm_topk_prob' not in family.holds or keys.flag('norm_topk_prob'),
       experts_per_token=int(keys['num_experts_per_tok']) if family.experts else 0,
-      layer_changes=_changes(layers),
+      layer_changes=layer_changes(layers),
       eos_ids=_eos_ids(folder, content),
       name=folder.name,
     )
@@ -90,7 +92,7 @@ def target_config(folder: Path, content: Mapping[str, Any], *, max_context: int 
     return config
 
 
-_SWITCHES = (
+SWITCHES = (
   'qk_norm', 'joint_qk_norm', 'has_input_norms', 'has_output_norms', 'norm_in_float32', 'norm_offset', 'activation',
   'has_sinks',
 )  # fmt: skip
@@ -156,7 +158,7 @@ def _read_past(keys: Keys, family: Family) -> None:
     )
 
 
-def _changes(layers: list[dict[str, Any]]) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
+def layer_changes(layers: list[dict[str, Any]]) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
   """How layers differ from the first one, as `TargetConfig.layer_changes` has it."""
   differing = ((i, tuple(set(layer.items()) - set(layers[0].items()))) for i, layer in enumerate(layers))
   return tuple((i, tuple(sorted(changes))) for i, changes in differing if changes)

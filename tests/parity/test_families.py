@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip('torch')
 
+import gguf
 import torch
 import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -281,7 +282,7 @@ def test_gguf(pair, arch, tmp_path):
   transformers does not read the RoPE factors of such a file, so they stand against those of the model in memory.
   """
   config = dataclasses.replace(pair.target.config, eos_ids=(0, 1))
-  table = naming.gguf_table(config, permuted_qk=arch == 'llama')
+  table = naming.gguf_table(config, FAMILIES[arch])
   tensors = flatten(pair.target.params, table)
   if config.rope_slowdown:
     plain = 1 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
@@ -294,6 +295,112 @@ def test_gguf(pair, arch, tmp_path):
   for name, tensor in pair.model.state_dict().items():
     torch.testing.assert_close(read_back[name], tensor, rtol=0, atol=0)
   assert max(errors(dataclasses.replace(pair, target=hub.load_target(path)))) <= TOLERANCE
+
+
+# Architecture in GGUF -> a case, what it changes in it, and fields that llama.cpp's converter writes for it.
+GGUF_YARN = {
+  'rope.scaling.type': 'yarn', 'rope.scaling.factor': 8.0, 'rope.scaling.original_context_length': 32,
+  'rope.scaling.yarn_beta_fast': 4.0, 'rope.scaling.yarn_beta_slow': 0.5,
+}  # fmt: skip
+GGUF_CASES = {
+  'llama': ('mixtral', {}, {'expert_count': 4, 'expert_used_count': 2, 'rope.dimension_count': 12}),
+  'qwen3moe': (
+    'qwen3_moe, shares not normalised, a dense layer', {'mlp_only_layers': [], 'norm_topk_prob': True},
+    {'expert_count': 16, 'expert_used_count': 3, 'feed_forward_length': 80, 'expert_feed_forward_length': 24},
+  ),
+  'gemma3': (
+    'gemma3_text', {'query_pre_attn_scalar': 16, 'num_hidden_layers': 6, 'layer_types': None},
+    {
+      'attention.sliding_window': 20, 'rope.freq_base_swa': 100.0, 'rope.freq_base': 5000.0,
+      'final_logit_softcapping': 30.0, 'rope.scaling.type': 'linear', 'rope.scaling.factor': 8.0,
+    },
+  ),
+  'gpt-oss': (
+    'gpt_oss', {'swiglu_limit': 7.0},
+    GGUF_YARN | {
+      'expert_count': 6, 'expert_used_count': 2, 'expert_feed_forward_length': 80, 'attention.sliding_window': 20,
+    },
+  ),
+  'phi3': (
+    'phi3, beyond the original context', {},
+    {
+      'rope.dimension_count': 6, 'rope.scaling.original_context_length': 32,
+      'rope.scaling.attn_factor': (1 + np.log(8) / np.log(32)) ** 0.5,
+    },
+  ),
+  'olmo2': ('olmo2', {}, {}),
+  'granite': (
+    'granite', {},
+    {'embedding_scale': 3.0, 'attention.scale': 0.2, 'residual_scale': 0.5, 'logit_scale': 4.0, 'vocab_size': 97},
+  ),
+  'smollm3': ('smollm3', {'num_hidden_layers': 4, 'no_rope_layers': None, 'use_sliding_window': False}, {}),
+}  # fmt: skip
+PERMUTED = 'llama', 'granite', 'smollm3'  # whose converter turns rows of q and k into interleaved order
+ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def converted(model, arch: str) -> dict[str, np.ndarray]:
+  """A model's tensors as llama.cpp's converter writes them, by the package's own names."""
+  config, experts = model.config, {}
+  names = gguf.get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
+  tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+  for name in [name for name in tensors if '.experts.' in name]:  # all of one kind in a tensor; gate and up apart
+    experts[name] = tensors.pop(name)
+  found = {}
+  for name, x in tensors.items():
+    if name == 'lm_head.weight' and config.tie_word_embeddings:
+      continue
+    if arch in PERMUTED and ('.q_proj' in name or '.k_proj' in name):
+      heads = config.num_attention_heads if '.q_proj' in name else config.num_key_value_heads
+      x = x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    if arch == 'gemma3' and name.endswith('norm.weight'):
+      x = x + 1
+    name = name.replace('.self_attn.sinks', '.self_attn.sinks.weight')
+    found[names.get_name(name, try_suffixes=('.weight', '.bias'))] = x
+  for name, x in experts.items():
+    block, leaf = f'blk.{name.split(".")[2]}', 'bias' if name.endswith('_bias') else 'weight'
+    axis = 1 if arch != 'gpt-oss' else x.ndim - 1
+    if 'down_proj' in name:
+      found[f'{block}.ffn_down_exps.{leaf}'] = x.swapaxes(1, 2) if arch == 'gpt-oss' and leaf == 'weight' else x
+      continue
+    halves = (x[..., ::2], x[..., 1::2]) if arch == 'gpt-oss' else np.split(x, 2, axis=axis)
+    for kind, half in zip(('gate', 'up'), halves, strict=True):
+      found[f'{block}.ffn_{kind}_exps.{leaf}'] = half.swapaxes(1, 2) if arch == 'gpt-oss' and leaf == 'weight' else half
+  if arch == 'phi3':
+    lists = model.config.rope_parameters
+    found |= {f'rope_factors_{kind}.weight': np.float32(lists[f'{kind}_factor']) for kind in ('long', 'short')}
+  return {name: np.ascontiguousarray(x) for name, x in found.items()}
+
+
+@pytest.mark.parametrize('arch', GGUF_CASES)
+def test_gguf_files_are_their_folders(arch, tmp_path):
+  """A file that is written here by the converter's rules holds the network of the folder, which the tests above run."""
+  name, changes, fields = GGUF_CASES[arch]
+  (tmp_path / 'folder').mkdir()
+  model = saved(tmp_path / 'folder', CASES[name] | changes)
+  expected = hub.load_target(tmp_path / 'folder', max_context=MAX_CONTEXT.get(name))
+  config = dataclasses.replace(
+    expected.config, eos_ids=(0, 1), **{'ffn_width': 80} if 'feed_forward_length' in fields else {}
+  )
+  given = {f'attention.{part}_length': expected.config.head_dim for part in ('key', 'value')} | fields
+  extra = {f'{arch}.{field}': float(x) if isinstance(x, np.floating) else x for field, x in given.items()}
+  path = write_gguf(
+    tmp_path / 'tiny.gguf', converted(model, arch), config=config, arch=arch, extra=extra, leave_out=[*fields]
+  )
+  found = hub.load_target(path, max_context=MAX_CONTEXT.get(name))
+  ours, theirs = (dataclasses.asdict(x.config) | {'eos_ids': None, 'name': None} for x in (found, expected))
+  for field, value in theirs.items():
+    if field in ('rope_slowdown', 'layer_changes'):
+      np.testing.assert_equal(rounded_numbers(ours[field]), rounded_numbers(value), err_msg=field)
+    else:
+      assert ours[field] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), field
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found.params, expected.params)
+
+
+def rounded_numbers(x):
+  if isinstance(x, float):
+    return float(f'{x:.5g}')
+  return [rounded_numbers(y) for y in x] if isinstance(x, tuple | list) else x
 
 
 def test_mxfp4_experts_are_transformers(pair_of_mxfp4):
