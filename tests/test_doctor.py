@@ -110,6 +110,13 @@ def test_a_fault_of_the_drafter_is_named(target, twin, text, kind, plant):
   assert kinds(found) == [kind]
 
 
+def test_a_drafter_in_8_bits_is_read_as_it_is(target, twin, text):
+  numbers, found = diagnose(target, twin.quantised(), text, None)
+  assert found == []
+  assert numbers['as_it_is']['first'] > 0.8
+  assert {one['kind'] for one in numbers['repairs']} == {'norms'}
+
+
 def test_a_norm_that_the_head_lacks_is_named(twin):
   """The target's final norm is more than a scale; the drafter's outputs are features before it."""
   target = tiny_twin.target()
@@ -334,7 +341,6 @@ def test_a_head_that_cannot_read_its_own_outputs_is_named():
   ('given', 'complaint'),
   [
     ({'drafter': None}, 'got None'),
-    ({'drafter': 'quantised'}, 'quantised'),
     ({'drafter': 'other'}, 'width 64 instead of 32'),
     ({'prompts': QUESTIONS[:2]}, 'got 2'),
     ({'max_new_tokens': 510}, 'got 0'),
@@ -342,7 +348,7 @@ def test_a_head_that_cannot_read_its_own_outputs_is_named():
 )
 def test_what_cannot_be_examined_is_refused(target, twin, given, complaint):
   other = dataclasses.replace(twin.config, width=64, name='other')
-  drafters = {'quantised': twin.quantised(), 'other': Drafter(other, twin.params), None: None}
+  drafters = {'other': Drafter(other, twin.params), None: None}
   drafter = drafters[given['drafter']] if 'drafter' in given else twin
   plan = dataclasses.replace(PLAN, max_new_tokens=given.get('max_new_tokens', 16))
   with pytest.raises(ValueError, match=complaint):

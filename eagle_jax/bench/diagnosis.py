@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.config import TargetConfig
 from eagle_jax.decode.build import build
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.evaluate.guesses import Agreement, TextPass, agreement, read_text
-from eagle_jax.models.layers import RMSNorm
+from eagle_jax.models.layers import norm_of
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Chain
 from eagle_jax.sharding import mesh_of, using
@@ -67,10 +68,11 @@ class Repair(NamedTuple):
 class Renormed(Eagle):
   """An EAGLE-1/2 head whose outputs are features before the target's final norm, which its parameters hold."""
 
+  target: TargetConfig | None = None
   reads_normed: bool = True  # whether it reads normed features all the same
 
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
-    return RMSNorm(self.config.norm_eps).apply({'params': params['target_norm']}, out_DR)  # type: ignore[return-value]
+    return norm_of(self.target).apply({'params': params['target_norm']}, out_DR)  # type: ignore[return-value]
 
   def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
     if not self.reads_normed:
@@ -93,7 +95,7 @@ def measure(target: Target, repair: Repair, read: TextPass, is_answer_n: np.ndar
   if repair.norm:
     reads_normed = repair.norm == 'after'
     head = head | {'target_norm': target.params['norm']}
-    network = Renormed(config, network.dtype, reads_normed)  # type: ignore[attr-defined]
+    network = Renormed(config, network.dtype, target.config, reads_normed)  # type: ignore[attr-defined]
     taps = taps if reads_normed else taps._replace(feature=read.residual[target.config.num_layers])
   with using(mesh_of(target.params)):
     return agreement(head, network, read, taps, is_answer_n)  # type: ignore[arg-type]
@@ -133,6 +135,8 @@ def _of_rope(target: Target, drafter: Drafter) -> Iterator[Repair]:
 
 def _of_inputs(target: Target, drafter: Drafter) -> Iterator[Repair]:
   params, num_taps = drafter.params, len(drafter.config.tapped_layers(target.config.num_layers))
+  if drafter.is_quantised:  # in parts, whose units stand in the order of the inputs
+    return
   advice = (
     'join the inputs as the trainer did: embedding first, then the feature; taps from the lowest layer to the last'
   )

@@ -82,13 +82,12 @@ def examine(
     of the examination, None where one does not apply.
 
   Raises:
-    ValueError: the drafter is missing, quantised or for another target, or fewer than three prompts fit the context.
+    ValueError: the drafter is missing or for another target, or fewer than three prompts fit the context.
   """
   plan = plan or Plan()
   require_pair(target, drafter)
   if drafter is None:
     raise ValueError('`drafter` must be one to examine, got None: load one with load_drafter(..., target).')
-  drafter.require_exact()
   known = read_prompts(target, prompts)
   asked = choose_prompts(target, known, max_new_tokens=plan.max_new_tokens)
   decoded = {temperature: decode_all(target, drafter, asked, temperature, plan) for temperature in TEMPERATURES}
