@@ -200,14 +200,6 @@ def _of_vocabulary(drafter: Drafter) -> Iterator[Repair]:
       yield Repair('vocabulary', change, advice, _with(drafter, params | {'ids': jnp.asarray(other_U, jnp.int32)}))
 
 
-def lifts(base: Agreement, mended: Agreement) -> tuple[float, float]:
-  """Compute how much more often the first choice is right, at depths 1 and 2; 0 where either says nothing."""
-  first = mended.first - base.first
-  enough = min(base.num_second, mended.num_second) >= SECOND
-  second = mended.second - base.second if enough else 0.0
-  return (0.0 if math.isnan(first) else first), second
-
-
 def or_none(x: float) -> float | None:
   """Replace NaN, which JSON does not have."""
   return None if math.isnan(x) else x
@@ -309,11 +301,13 @@ def find_cause(
 
 
 def gain(base: Agreement, repair: Repair, mended: Agreement) -> tuple[float, float]:
-  """Compute a repair's lift at depths 1 and 2."""
-  if repair.kind != 'template':
-    return lifts(base, mended)
-  lift = mended.answers - base.answers
-  return (0.0 if math.isnan(lift) else lift), 0.0
+  """Compute how much more often a repair's choice is right, at depths 1 and 2; 0 where one of the two says nothing."""
+  if repair.kind == 'template':
+    first, second = mended.answers - base.answers, float('nan')  # other texts, which share their answers alone
+  else:
+    first, second = mended.first - base.first, mended.second - base.second
+  is_told = min(base.num_second, mended.num_second) >= SECOND and not math.isnan(second)
+  return (0.0 if math.isnan(first) else first), (second if is_told else 0.0)
 
 
 def contradictions(target: Target, drafter: Drafter, recorded: dict[str, Any] | None) -> list[Finding]:
