@@ -33,6 +33,8 @@ try:
 except PackageNotFoundError:  # imported from a folder that was not installed
   __version__ = 'unknown'
 
+__url__ = ''  # of the repository, once it has one that notebooks can install from
+
 __all__ = [
   'Adaptive', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'Generation', 'GumbelMax', 'Plain', 'StaticTree', 'Target',
   'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
