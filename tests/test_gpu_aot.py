@@ -33,7 +33,13 @@ FAMILIES = {
   'window': {'window': 100},
   'biases': {'qkv_bias': True},
   'norms': {'qk_norm': True},
-  'experts': {'num_experts': 4, 'experts_per_token': 2},
+  'experts, sinks': {
+    'num_experts': 4,
+    'experts_per_token': 2,
+    'expert_bias': True,
+    'gate_limit': 7.0,
+    'has_sinks': True,
+  },
 }
 
 

@@ -318,7 +318,117 @@ PUBLISHED = {
 def test_the_tables_hold_as_many_parameters_as_were_published(num_params, content, tmp_path):
   common = {'num_hidden_layers': 32, 'num_attention_heads': 32, 'max_position_embeddings': 4096, 'rms_norm_eps': 1e-5}
   config = targets.target_config(tmp_path, common | content)
-  assert sum(math.prod(entry.shape) for entry in naming.hf_table(config).entries.values()) == num_params
+  table = naming.hf_table(config, FAMILIES[content['model_type']])
+  assert sum(math.prod(table.entries[name].shape) for name in table.entries.keys() - table.optional) == num_params
+
+
+USUAL = {
+  'attention_dropout': 0.0, 'bos_token_id': 1, 'eos_token_id': 2, 'pad_token_id': 0, 'initializer_range': 0.02,
+  'torch_dtype': 'bfloat16', 'transformers_version': '4.51.0', 'use_cache': True,
+}  # fmt: skip
+YARN = {'rope_type': 'yarn', 'factor': 32.0, 'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': False}
+COMPLETE = {  # files of the hub with all of their keys, and what comes of them
+  'Qwen3-30B-A3B': (
+    30_532_122_624,
+    {
+      'architectures': ['Qwen3MoeForCausalLM'], 'attention_bias': False, 'decoder_sparse_step': 1, 'head_dim': 128,
+      'hidden_act': 'silu', 'hidden_size': 2048, 'intermediate_size': 6144, 'max_position_embeddings': 40960,
+      'max_window_layers': 48, 'mlp_only_layers': [], 'model_type': 'qwen3_moe', 'moe_intermediate_size': 768,
+      'norm_topk_prob': True, 'num_attention_heads': 32, 'num_experts': 128, 'num_experts_per_tok': 8,
+      'num_hidden_layers': 48, 'num_key_value_heads': 4, 'output_router_logits': False, 'rms_norm_eps': 1e-6,
+      'rope_scaling': None, 'rope_theta': 1e6, 'router_aux_loss_coef': 0.001, 'sliding_window': None,
+      'tie_word_embeddings': False, 'use_sliding_window': False, 'vocab_size': 151936,
+    },
+    {'num_experts': 128, 'experts_per_token': 8, 'ffn_width': 768, 'shares_sum_to_1': True, 'layer_changes': ()},
+  ),
+  'gemma-3-1b-it': (
+    999_885_952,
+    {
+      'architectures': ['Gemma3ForCausalLM'], 'attention_bias': False, 'attn_logit_softcapping': None,
+      'cache_implementation': 'hybrid', 'final_logit_softcapping': None, 'head_dim': 256,
+      'hidden_activation': 'gelu_pytorch_tanh', 'hidden_size': 1152, 'intermediate_size': 6912,
+      'max_position_embeddings': 32768, 'model_type': 'gemma3_text', 'num_attention_heads': 4, 'num_hidden_layers': 26,
+      'num_key_value_heads': 1, 'query_pre_attn_scalar': 256, 'rms_norm_eps': 1e-6, 'rope_local_base_freq': 10000,
+      'rope_scaling': None, 'rope_theta': 1000000, 'sliding_window': 512, 'sliding_window_pattern': 6,
+      'vocab_size': 262144,
+    },
+    {
+      'tied_head': True, 'window': 512, 'rope_theta': 1e4, 'attention_scale': 1 / 16, 'embedding_scale': 1152**0.5,
+      'layer_changes': tuple((layer, (('rope_theta', 1e6), ('window', None))) for layer in (5, 11, 17, 23)),
+    },
+  ),
+  'gpt-oss-20b': (
+    20_914_757_184,
+    {
+      'architectures': ['GptOssForCausalLM'], 'attention_bias': True, 'experts_per_token': 4, 'head_dim': 64,
+      'hidden_act': 'silu', 'hidden_size': 2880, 'initial_context_length': 4096, 'intermediate_size': 2880,
+      'layer_types': ['sliding_attention', 'full_attention'] * 12, 'max_position_embeddings': 131072,
+      'model_type': 'gpt_oss', 'num_attention_heads': 64, 'num_experts_per_tok': 4, 'num_hidden_layers': 24,
+      'num_key_value_heads': 8, 'num_local_experts': 32, 'output_router_logits': False,
+      'quantization_config': {'modules_to_not_convert': ['lm_head'], 'quant_method': 'mxfp4'}, 'rms_norm_eps': 1e-5,
+      'rope_scaling': YARN | {'original_max_position_embeddings': 4096}, 'rope_theta': 150000,
+      'router_aux_loss_coef': 0.9, 'sliding_window': 128, 'swiglu_limit': 7.0, 'tie_word_embeddings': False,
+      'vocab_size': 201088,
+    },
+    {'window': 128, 'has_sinks': True, 'expert_bias': True, 'gate_limit': 7.0, 'rope_factor': 0.1 * math.log(32) + 1},
+  ),
+  'OLMo-2-1124-7B': (
+    7_298_617_344,
+    {
+      'architectures': ['Olmo2ForCausalLM'], 'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 4096,
+      'intermediate_size': 11008, 'max_position_embeddings': 4096, 'model_type': 'olmo2', 'num_attention_heads': 32,
+      'num_hidden_layers': 32, 'num_key_value_heads': 32, 'rms_norm_eps': 1e-6, 'rope_scaling': None,
+      'rope_theta': 500000, 'tie_word_embeddings': False, 'vocab_size': 100352,
+    },
+    {'joint_qk_norm': True, 'has_input_norms': False, 'has_output_norms': True, 'norm_eps': 1e-6},
+  ),
+  'granite-3.2-8b-instruct': (
+    8_170_848_256,
+    {
+      'architectures': ['GraniteForCausalLM'], 'attention_bias': False, 'attention_multiplier': 0.0078125,
+      'embedding_multiplier': 12.0, 'hidden_act': 'silu', 'hidden_size': 4096, 'intermediate_size': 12800,
+      'logits_scaling': 16.0, 'max_position_embeddings': 131072, 'mlp_bias': False, 'model_type': 'granite',
+      'num_attention_heads': 32, 'num_hidden_layers': 40, 'num_key_value_heads': 8, 'residual_multiplier': 0.22,
+      'rms_norm_eps': 1e-5, 'rope_scaling': None, 'rope_theta': 1e7, 'tie_word_embeddings': True, 'vocab_size': 49155,
+    },
+    {'embedding_scale': 12.0, 'attention_scale': 0.0078125, 'residual_scale': 0.22, 'logit_divisor': 16.0},
+  ),
+  'Phi-4-mini-instruct': (
+    3_836_021_760,
+    {
+      'architectures': ['Phi3ForCausalLM'], 'attention_bias': False, 'auto_map': {}, 'embd_pdrop': 0.0,
+      'full_attn_mod': 1, 'hidden_act': 'silu', 'hidden_size': 3072, 'intermediate_size': 8192,
+      'interpolate_factor': 1, 'lm_head_bias': False, 'max_position_embeddings': 131072, 'mlp_bias': False,
+      'model_type': 'phi3', 'num_attention_heads': 24, 'num_hidden_layers': 32, 'num_key_value_heads': 8,
+      'original_max_position_embeddings': 4096, 'partial_rotary_factor': 0.75, 'resid_pdrop': 0.0,
+      'rms_norm_eps': 1e-5, 'rope_scaling': {'long_factor': [2.0] * 48, 'short_factor': [1.0] * 48, 'type': 'longrope'},
+      'rope_theta': 10000.0, 'sliding_window': 262144, 'tie_word_embeddings': True, 'vocab_size': 200064,
+    },
+    {
+      'rotary_dim': 96, 'rope_factor': (1 + math.log(32) / math.log(4096)) ** 0.5, 'max_context': 4096,
+      'rope_slowdown': (1.0,) * 48, 'window': 262144,
+    },
+  ),
+  'SmolLM3-3B': (
+    3_075_098_624,
+    {
+      'architectures': ['SmolLM3ForCausalLM'], 'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 2048,
+      'intermediate_size': 11008, 'layer_types': ['full_attention'] * 36, 'max_position_embeddings': 65536,
+      'max_window_layers': 28, 'mlp_bias': False, 'model_type': 'smollm3', 'no_rope_layer_interval': 4,
+      'no_rope_layers': [1, 1, 1, 0] * 9, 'num_attention_heads': 16, 'num_hidden_layers': 36,
+      'num_key_value_heads': 4, 'pretraining_tp': 2, 'rms_norm_eps': 1e-6, 'rope_scaling': None,
+      'rope_theta': 5000000.0, 'sliding_window': None, 'use_sliding_window': False, 'vocab_size': 128256,
+    },
+    {'tied_head': True, 'layer_changes': tuple((layer, (('has_rope', False),)) for layer in range(3, 36, 4))},
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(('num_params', 'content', 'fields'), COMPLETE.values(), ids=COMPLETE.keys())
+def test_published_files_are_read_with_all_of_their_keys(num_params, content, fields, tmp_path):
+  test_the_tables_hold_as_many_parameters_as_were_published(num_params, USUAL | content, tmp_path)
+  config = targets.target_config(tmp_path, USUAL | content)
+  assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_flatten_lists_all_faults_at_once(table):

@@ -39,9 +39,9 @@ IGNORED = frozenset({
   'forced_bos_token_id', 'forced_eos_token_id', 'remove_invalid_values', 'exponential_decay_length_penalty',
   'suppress_tokens', 'begin_suppress_tokens', 'prefix', 'tokenizer_class', 'task_specific_params',
   # Residue of a target.
-  'max_window_layers', '_sliding_window_pattern', 'experts_per_token', 'initial_context_length', 'use_mrope',
-  'modal_type', 'image_token_id', 'video_token_id', 'audio_token_id',
-  'vision_start_token_id', 'vision_end_token_id', 'vision_token_id',
+  'pretraining_tp', 'max_window_layers', '_sliding_window_pattern', 'experts_per_token', 'initial_context_length',
+  'use_mrope', 'modal_type', 'image_token_id', 'video_token_id', 'audio_token_id', 'vision_start_token_id',
+  'vision_end_token_id', 'vision_token_id',
 })  # fmt: skip
 
 
@@ -62,7 +62,6 @@ NEUTRAL: dict[str, Neutral] = {
   'use_sliding_window': Neutral(_OFF, 'how far attention sees'),
   'partial_rotary_factor': Neutral((1,), 'how much of each head RoPE turns'),
   'rope_interleaved': Neutral(_OFF, 'which numbers of a head RoPE turns together'),
-  'pretraining_tp': Neutral((1,), 'the products of the projections'),
   'logit_scale': Neutral((1,), 'the logits'),
   'lm_head_bias': Neutral(_OFF, 'a bias of the logits'),
   'use_bidirectional_attention': Neutral(_OFF, 'what each token sees'),

@@ -141,6 +141,8 @@ def _scalings(keys: Keys, family: Family) -> dict[str, Keys]:
 def _meant_by_absence(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
   """What the absent keys mean. So does null, but for `sliding_window`, where it means none."""
   present = {name for name, value in content.items() if value is not None or name == 'sliding_window'}
+  if 'rope_scaling' in present:
+    present.add('rope_parameters')
   return {name: value for name, value in family.absent.items() if name not in present}
 
 
