@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / 'launch' / 'colab'
 PAGES = sorted(FOLDER.glob('*.md'))
 SMALL = {  # parameters that keep a run short
+  'in_your_pipeline': "MAX_NEW_TOKENS, QUESTIONS = 12, ('One?', 'Two?', 'Three?', 'Four?')",
   'quickstart': "MAX_NEW_TOKENS, QUESTIONS = 12, ('One?', 'Two?')",
   'trees': "MAX_NEW_TOKENS, PASS, DEPTHS, QUESTIONS = 12, 1, (2,), ('One?', 'Two?')",
 }
@@ -40,6 +41,10 @@ def tagged(notebook, tag: str) -> int:
   return place
 
 
+def setup_of(notebook) -> str:
+  return notebook.cells[tagged(notebook, 'setup')].source
+
+
 def test_every_notebook_has_both_forms():
   assert PAGES
   assert [path.stem for path in sorted(FOLDER.glob('*.ipynb'))] == [page.stem for page in PAGES] == sorted(SMALL)
@@ -56,13 +61,13 @@ def test_both_forms_hold_the_same_and_no_output(page):
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
 def test_a_notebook_begins_with_what_it_needs(page):
-  """One setup cell for all of them, before all other code; a badge once there is an address to open."""
+  """One setup cell for all of them, first but for a choice of devices; a badge once there is an address to open."""
   notebook = read(page)
-  setup = notebook.cells[tagged(notebook, 'setup')].source
-  assert setup == read(PAGES[0]).cells[tagged(read(PAGES[0]), 'setup')].source
-  assert f'URL = {eagle_jax.__url__!r} ' in setup
-  assert [cell.cell_type for cell in notebook.cells[:3]] == ['markdown', 'code', 'code']
-  assert (tagged(notebook, 'setup'), tagged(notebook, 'parameters')) == (1, 2)
+  assert setup_of(notebook) == setup_of(read(PAGES[0]))
+  assert f'URL = {eagle_jax.__url__!r} ' in setup_of(notebook)
+  place = tagged(notebook, 'setup')
+  assert tagged(notebook, 'parameters') == place + 1
+  assert [cell.metadata.get('tags') for cell in notebook.cells[1:place]] in ([], [['devices']])
   title = notebook.cells[0].source
   assert title.startswith('# ')
   assert ('colab.research.google.com' in title) == bool(eagle_jax.__url__)
@@ -70,9 +75,8 @@ def test_a_notebook_begins_with_what_it_needs(page):
 
 @pytest.mark.skipif(bool(eagle_jax.__url__), reason='the cell would install')
 def test_without_the_package_the_first_cell_says_what_to_do():
-  setup = read(PAGES[0]).cells[1].source
   hidden = "import sys\nsys.modules['eagle_jax'] = None\n"
-  done = subprocess.run([sys.executable, '-c', hidden + setup], capture_output=True, text=True, check=False)
+  done = subprocess.run([sys.executable, '-c', hidden + setup_of(read(PAGES[0]))], capture_output=True, text=True, check=False)
   assert done.returncode == 1
   assert 'pip install -e ".[notebook]"' in done.stderr.splitlines()[-1]
 

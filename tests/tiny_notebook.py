@@ -1,6 +1,7 @@
-"""What runs first in a notebook's kernel in tests: every name loads a tiny pair, whose tokens are bytes."""
+"""What runs first in a notebook's kernel in tests: names load a tiny pair, whose tokens are bytes; folders are read."""
 
 import dataclasses
+import functools
 
 import eagle_jax
 import quick
@@ -10,10 +11,20 @@ from tiny_costs import COSTS
 from tiny_traces import BYTES
 
 SIZES = {'vocab_size': 259}
-TARGET = tiny.target(dataclasses.replace(tiny.TARGET, **SIZES), tokenizer=BYTES)
-DRAFTER = tiny.drafter(dataclasses.replace(tiny.DRAFTER, **SIZES))
+load_drafter = eagle_jax.load_drafter
+
+
+@functools.cache  # made when asked for: a notebook may choose its devices first
+def target():
+  return tiny.target(dataclasses.replace(tiny.TARGET, **SIZES), tokenizer=BYTES)
+
+
+@functools.cache
+def drafter():
+  return tiny.drafter(dataclasses.replace(tiny.DRAFTER, **SIZES))
+
 
 quick.trace_one_form()
-eagle_jax.load_target = lambda name, **how: TARGET
-eagle_jax.load_drafter = lambda name, target, **how: DRAFTER
+eagle_jax.load_target = lambda name, **how: target()
+eagle_jax.load_drafter = lambda name, *of, **how: load_drafter(name, *of, **how) if '/' in name else drafter()
 cost_store.read = lambda path: COSTS
