@@ -75,8 +75,8 @@ def test_a_notebook_begins_with_what_it_needs(page):
 
 @pytest.mark.skipif(bool(eagle_jax.__url__), reason='the cell would install')
 def test_without_the_package_the_first_cell_says_what_to_do():
-  hidden = "import sys\nsys.modules['eagle_jax'] = None\n"
-  done = subprocess.run([sys.executable, '-c', hidden + setup_of(read(PAGES[0]))], capture_output=True, text=True, check=False)
+  program = "import sys\nsys.modules['eagle_jax'] = None\n" + setup_of(read(PAGES[0]))
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False)
   assert done.returncode == 1
   assert 'pip install -e ".[notebook]"' in done.stderr.splitlines()[-1]
 
