@@ -44,10 +44,13 @@ def run(main, *, starts_often: bool = False):
     except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
       output.fail(str(error))
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-      if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in str(error):
+      first = str(error).partition('\n')[0]
+      if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in first:
+        if jax.distributed.is_initialized():
+          output.fail(f'this process cannot go on, as if another had ended ({first}): see what the others print.')
         raise
       advice = 'a smaller --batch_size, fewer tokens, --dtype=bfloat16, or more devices a model (--num_model)'
-      output.fail(f'out of memory ({str(error).partition(chr(10))[0]}): try {advice}.')
+      output.fail(f'out of memory ({first}): try {advice}.')
 
   output.prepare()
   app.run(checked)

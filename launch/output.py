@@ -4,6 +4,8 @@ import io
 import os
 import sys
 
+import jax
+
 
 def prepare() -> None:
   """Let both streams take any text; exit with one line if standard output is closed."""
@@ -26,9 +28,11 @@ def print_statistics(stats: dict) -> None:
 
 
 def fail(reason: str) -> None:
-  """Print the reason in one line, and exit with code 2."""
-  print('error:', '; '.join(map(str.strip, reason.splitlines())), file=sys.stderr)
+  """Print the reason in one line, and exit with code 2; one of several processes without waiting for the others."""
+  print('error:', '; '.join(map(str.strip, reason.splitlines())), file=sys.stderr, flush=True)
   drop()
+  if jax.distributed.is_initialized():
+    os._exit(2)
   sys.exit(2)
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from eagle_jax.weights import naming
+from tiny_files import TINY, byte_metadata, random_tensors, write_gguf
+
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / 'launch' / 'cluster'
 SCRIPTS = sorted(CLUSTER.glob('*.sh'))
@@ -104,19 +107,20 @@ def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> 
   return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=known | environment, timeout=600)
 
 
+def byte_level_target(folder: Path, max_context: int) -> Path:
+  """A tiny target with a tokenizer of bytes."""
+  config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(258, 257), max_context=max_context)
+  tensors = random_tensors(naming.gguf_table(config))
+  return write_gguf(folder / 'bytes.gguf', tensors, config=config, extra=byte_metadata(eos_token_id=None))
+
+
 @pytest.mark.slow
 def test_the_slurm_script_decodes_with_two_processes(tmp_path):
   """Slurm's variables lead both to each other; the first one's text is that of a process alone."""
-  from eagle_jax.weights import naming
-  from tiny_files import TINY, byte_metadata, random_tensors, write_gguf
-
   programs = tmp_path / 'programs'
   programs.mkdir()
   (programs / 'srun').write_text(SRUN, encoding='utf-8')
-  config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(258, 257))
-  tensors = random_tensors(naming.gguf_table(config, permuted_qk=True))
-  target = write_gguf(tmp_path / 'bytes.gguf', tensors, config=config, extra=byte_metadata(eos_token_id=None))
-  flags = [f'--target={target}', '--drafter=', '--prompt=abc', '--max_new_tokens=8', '--json']
+  flags = ['--drafter=', '--prompt=abc', '--max_new_tokens=8', '--json', f'--target={byte_level_target(tmp_path, 128)}']
   alone = subprocess.run(
     [sys.executable, 'launch/generate.py', *flags], capture_output=True, text=True, cwd=ROOT, check=True,
     env=os.environ | {'JAX_PLATFORMS': 'cpu'}, timeout=600,
@@ -128,6 +132,28 @@ def test_the_slurm_script_decodes_with_two_processes(tmp_path):
   assert together.returncode == 0, together.stderr
   (printed,) = [line for line in together.stdout.splitlines() if line.startswith('{')]
   assert json.loads(printed)['tokens'] == json.loads(alone.stdout)['tokens']
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_one_line_when_another_dies(tmp_path):
+  flags = ['--drafter=', '--prompt=abc', '--max_new_tokens=8000', f'--target={byte_level_target(tmp_path, 8192)}']
+  address = f'localhost:{61440 + int(free_job())}'
+  options = {'cwd': ROOT, 'env': os.environ | {'JAX_PLATFORMS': 'cpu'}, 'text': True}
+  first, other = (
+    subprocess.Popen(
+      [sys.executable, 'launch/generate.py', *flags, '--num_model=2', f'--cluster={address},2,{index}'],
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+    )
+    for index in range(2)
+  )  # fmt: skip
+  while '[Gloo]' in (line := first.stdout.readline()) or not line:  # it is connected, and has begun to print
+    assert first.poll() is None
+  other.kill()
+  _, stderr = first.communicate(timeout=60)
+  other.communicate()
+  assert first.returncode == 2, stderr
+  assert stderr.splitlines()[-1].startswith('error: this process cannot go on')
+  assert 'Traceback' not in stderr
 
 
 @pytest.mark.parametrize('name', ['gpus.sh', 'slurm.sh'])
