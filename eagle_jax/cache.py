@@ -79,6 +79,6 @@ def append(cache: KVCache, entries: NewEntries, count_B: jax.Array) -> KVCache:
     entries: [B, G, P, K].
     count_B: [B] i32; 0 freezes a finished sequence.
   """
-  start_B = wait_for(cache.length, count_B >= 0)  # the count hangs on the tokens, and they on what all layers read
+  start_B = wait_for(cache.length, count_B >= 0)  # the count depends on the tokens, and these on what all layers read
   keys, values = write((cache.keys, cache.values), (entries.keys, entries.values), start_B)
   return KVCache(keys, values, cache.length + count_B)

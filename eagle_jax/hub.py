@@ -20,7 +20,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.files import differences, replacing
 from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
-from eagle_jax.sharding import fetched, mesh_of, placed
+from eagle_jax.sharding import mesh_of, place_param, to_host
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, naming, targets
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
@@ -35,7 +35,7 @@ _ASSETS = Path(__file__).parent / 'assets'
 def _path(name: str | Path) -> Path:
   """Return a path with `~` expanded, which a shell does not do in `--target=~/model`."""
   if not isinstance(name, (str, os.PathLike)):
-    raise ValueError(f'{name!r:.80} came; a name or a path is needed.')
+    raise ValueError(f'Expected a name or a path, got {name!r:.80}.')
   return Path(os.path.expanduser(name))
 
 
@@ -154,12 +154,12 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any, m
 def _is_same_head(params: dict[str, Any], place: Any) -> bool:
   """Return whether the head is what the embedding, placed as a head, would be."""
   head, embedding = params['head']['weight'], params['embed']['weight']
-  as_head = place(('head', 'weight'), fetched(embedding)) if place else embedding
+  as_head = place(('head', 'weight'), to_host(embedding)) if place else embedding
   return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), head, as_head)))
 
 
 def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None) -> Drafter:
-  """Loads an EAGLE-1/2 or EAGLE-3 drafter; what kind a folder holds, its config.json says.
+  """Load an EAGLE-1/2 or EAGLE-3 drafter; a folder's config.json says which kind it holds.
 
   Embedding and head stay the target's, but for EAGLE-3, which has a head of its own.
 
@@ -199,10 +199,10 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
 
 
 def _is_same(ours: jax.Array, array: np.ndarray, *, path: tuple[str, ...], mesh: Mesh | None) -> bool:
-  """Whether a file's array holds our numbers; one of them may be rounded to the dtype of the other."""
+  """Does a file's array hold our numbers, up to rounding to the dtype of the other?"""
   if array.shape != ours.shape or not jnp.issubdtype(array.dtype, jnp.floating):
     return False
-  theirs = placed(array, path, mesh)
+  theirs = place_param(array, path, mesh)
   return any(bool((a == b.astype(a.dtype)).all()) for a, b in ((ours, theirs), (theirs, ours)))
 
 

@@ -120,7 +120,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
   return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
 
 
-def placed(x: Any, path: Sequence[str], mesh: Mesh | None) -> jax.Array:
+def place_param(x: Any, path: Sequence[str], mesh: Mesh | None) -> jax.Array:
   """Copy an array to where the parameter at `path` lives; without a mesh, to the default device."""
   if mesh is None:
     return jnp.array(x) if isinstance(x, jax.Array) else jax.device_put(np.array(x))
@@ -133,7 +133,7 @@ def to_device(x: Any, dtype: Any) -> jax.Array:
   return jax.device_put(np.asarray(x, dtype)) if is_ours else jnp.asarray(x, dtype)
 
 
-def fetched(tree: Any) -> Any:
+def to_host(tree: Any) -> Any:
   """Fetch a pytree's arrays as NumPy, whole in every process."""
   distributed = [x for x in jax.tree.leaves(tree) if _is_distributed(x)]
   return jax.device_get(_replicate(tree, mesh=distributed[0].sharding.mesh) if distributed else tree)
@@ -149,7 +149,7 @@ def _replicate(tree: Any, *, mesh: Mesh) -> Any:
 
 
 @contextlib.contextmanager
-def using(mesh: Mesh | None) -> Iterator[None]:
+def use_mesh(mesh: Mesh | None) -> Iterator[None]:
   """Enter the context for compiling and running: the mesh, if there is one, and 32 bits despite `jax_enable_x64`."""
   with jax.enable_x64(False), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
     yield

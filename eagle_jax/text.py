@@ -224,7 +224,7 @@ class Tokenizer:
       raise ValueError('This model has no chat template: encode plain text with encode().')
     for message in messages:
       if not {'role', 'content'} <= message.keys():
-        raise ValueError(f"A chat message needs 'role' and 'content'; one came with {sorted(message)}.")
+        raise ValueError(f"A chat message needs 'role' and 'content'; got one with {sorted(message)}.")
     _import_demo('jinja2')
     ends = {'bos_token': self.token(self.bos_id), 'eos_token': self.token(self.eos_ids[0] if self.eos_ids else None)}
     given = {'messages': messages, 'add_generation_prompt': add_generation_prompt, 'tools': None, 'documents': None}

@@ -30,7 +30,7 @@ from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.kernels import attention, attention_tpu
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree
-from eagle_jax.sharding import CACHE_AXES, make_mesh, mesh_of, param_shardings, partition, using
+from eagle_jax.sharding import CACHE_AXES, make_mesh, mesh_of, param_shardings, partition, use_mesh
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.safetensors import write_safetensors
@@ -89,7 +89,7 @@ def logits(switches, mesh) -> tuple[np.ndarray, int]:
     params = jax.device_put(params, param_shardings(params, mesh))
     assert params['layer_0']['attn']['qkv']['weight'].sharding.mesh == mesh
   token_BL = np.random.default_rng(0).integers(0, TARGET.vocab_size, (max(BATCHES), 12), dtype=np.int32)
-  with using(mesh):
+  with use_mesh(mesh):
     program = jax.jit(lambda params: network.logits(params, network.read(params, token_BL))).lower(params).compile()
   sums = re.findall(r'= (.*) all-reduce', program.as_text())
   sizes = [math.prod(map(int, dims.split(','))) for shapes in sums for dims in re.findall(r'\[([\d,]+)\]', shapes)]
@@ -123,7 +123,7 @@ def kernel(mesh) -> tuple[float, int]:
   ]
   in_kernel = functools.partial(attention.attend_in_kernel, kernel=attention_tpu)
   interpreted = mock.patch.object(pl, 'pallas_call', functools.partial(pl.pallas_call, interpret=True))
-  with using(mesh), interpreted:
+  with use_mesh(mesh), interpreted:
     program = jax.jit(functools.partial(attend, form=in_kernel)).lower(*placed).compile()
   found, expected = program(*placed), attend(*map(jnp.asarray, given))
   assert found.sharding.shard_shape(found.shape) == placed[0].sharding.shard_shape(found.shape)

@@ -17,7 +17,7 @@ from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.evaluate.example import Example
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.sharding import make_mesh, param_shardings, using
+from eagle_jax.sharding import make_mesh, param_shardings, use_mesh
 from eagle_jax.train.data import batches
 from eagle_jax.train.loop import begin, frozen_inputs, place, train
 from eagle_jax.train.run import dry_run
@@ -51,7 +51,7 @@ def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]], int]
   target = Target(TARGET, params if mesh is None else jax.device_put(params, param_shardings(params, mesh)))
   data, losses = examples(width), []
   reader = None if width else TransformerTarget(TARGET)
-  with using(mesh):
+  with use_mesh(mesh):
     frozen = frozen_inputs(target, DRAFTER, data)[0]
     state = begin(Eagle(DRAFTER).init_params(jax.random.key(1)), RECIPE, mesh)
     stream = batches(data, num_rows=8, num_places=32, seed=0)

@@ -187,3 +187,34 @@ def test_a_backend_is_found():
 @pytest.mark.parametrize('path', sorted((ROOT / 'launch').glob('*.py')), ids=_name)
 def test_launchers_are_short(path):
   assert len(path.read_text(encoding='utf-8').splitlines()) < 60
+
+
+def imported_tests(tree: ast.Module) -> list[str]:
+  return [name for name in _imports(tree) if name.startswith('test_')]
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'tests').rglob('*.py')), ids=_name)
+def test_nothing_imports_a_test_module(path):
+  assert imported_tests(_parse(path)) == []
+
+
+def test_an_import_of_a_test_module_is_found():
+  assert imported_tests(ast.parse('import tiny\nimport test_tree')) == ['test_tree']
+
+
+def num_lines(function: ast.FunctionDef) -> int:
+  """Lines of a function without its docstring, from `def` on."""
+  is_documented = ast.get_docstring(function) is not None
+  docstring = (function.body[0].end_lineno or 0) - function.body[0].lineno + 1 if is_documented else 0
+  return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
+@pytest.mark.parametrize('path', MODULES, ids=_name)
+def test_functions_are_short(path):
+  functions = [node for node in ast.walk(_parse(path)) if isinstance(node, ast.FunctionDef)]
+  assert {node.name: num_lines(node) for node in functions if num_lines(node) > 70} == {}
+
+
+def test_lines_of_a_function_are_counted():
+  (function,) = ast.parse('def f():\n  """One.\n\n  Two.\n  """\n  x = 1\n  return x').body
+  assert num_lines(function) == 3

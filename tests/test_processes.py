@@ -13,7 +13,7 @@ import pytest
 
 from eagle_jax import processes
 from eagle_jax.device import device_name
-from eagle_jax.sharding import fetched, is_shared, make_mesh
+from eagle_jax.sharding import is_shared, make_mesh, to_host
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def test_a_process_alone_leads_and_waits_for_nobody(tmp_path):
   assert (tmp_path / 'once').read_text() == 'first'
   assert not is_shared(None)
   assert not is_shared(make_mesh(jax.devices()[:1]))
-  assert isinstance(fetched({'x': jax.numpy.ones(2)})['x'], np.ndarray)
+  assert isinstance(to_host({'x': jax.numpy.ones(2)})['x'], np.ndarray)
 
 
 def test_a_mesh_is_called_by_its_sizes():

@@ -20,7 +20,7 @@ from eagle_jax.files import as_stored, differences
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling, perturbed
-from eagle_jax.sharding import fetched
+from eagle_jax.sharding import to_host
 
 NEAR_TIE = 1e-3  # two perturbed logits this close may swap order in kernels of another shape
 
@@ -110,7 +110,7 @@ def identity(drafter: Drafter | None) -> dict[str, Any]:
   if drafter is None:
     return {}
   digest = hashlib.sha256()
-  for x in jax.tree.leaves(fetched(drafter.params)):
+  for x in jax.tree.leaves(to_host(drafter.params)):
     digest.update(x.tobytes())
   return {
     'draft_vocab_size': drafter.config.draft_vocab_size,

@@ -33,7 +33,7 @@ from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.costs import Bytes, Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched, mesh_of, num_devices, using
+from eagle_jax.sharding import mesh_of, num_devices, to_host, use_mesh
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 NUM_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -130,7 +130,7 @@ def compile_loops(
 
   def compile_one(name: Hashable) -> Callable:
     params, spec = variants[name]
-    with using(mesh):  # a thread does not inherit the mesh
+    with use_mesh(mesh):  # a thread does not inherit the mesh
       return decode_loop.lower(params, first[name], spec=spec).compile()
 
   with ThreadPoolExecutor(num_compilers()) as pool:
@@ -152,7 +152,7 @@ def time_steps(
   tokens_BL = rng.integers(0, target.config.vocab_size, (batch, num_prompt)).astype(np.int32)
   length_B = np.full(batch, num_prompt, np.int32)
   mesh, best = mesh_of(target.params), dict.fromkeys(variants, float('inf'))
-  with using(mesh):
+  with use_mesh(mesh):
     options: Any = {'prefill': Program(run_prefill), 'max_new_tokens': NUM_STEPS, 'eos_ids': ()}
     first = prefill_variants(variants, tokens_BL, length_B, **options)
     jax.block_until_ready([*first.values()])  # a GPU's compiler times kernels, so nothing else may run
@@ -450,7 +450,7 @@ def measure_rates(
   groups = sorted((prompts[start : start + batch] for start in range(0, len(prompts), batch)), key=_padded_length)
   stats: dict[TreePolicy, list[dict[str, Any]]] = {policy: [] for policy in policies}
   prefill, loop = Program(run_prefill), Program(decode_loop)
-  with using(mesh_of(target.params)):
+  with use_mesh(mesh_of(target.params)):
     for group in progress(groups, desc='decoding'):
       variants: Any = {
         policy: build(target, drafter, policy=policy, batch=len(group), costs=costs) for policy in policies
@@ -463,7 +463,7 @@ def measure_rates(
           jax.block_until_ready(run(params, copy_state(first[policy])))
         state = copy_state(first[policy])
         start = time.perf_counter()
-        work = fetched(Work.of(run(params, state)))
+        work = to_host(Work.of(run(params, state)))
         stats[policy].append(work.stats({'decode_s': time.perf_counter() - start}))
   for program in (prefill, loop):
     program.forget()

@@ -24,7 +24,7 @@ from eagle_jax.decode.state import SHARED, DecodeState, Limits, Params, Spec
 from eagle_jax.decode.step import decode_step
 from eagle_jax.kernels.tiling import round_up_slots
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched, to_device, using
+from eagle_jax.sharding import to_device, to_host, use_mesh
 
 _LOOKAHEAD = 32  # how many refills' worth of waiting requests are searched for prompts of similar length
 
@@ -140,10 +140,10 @@ class Batcher:
     """
     waiting = collections.deque(enumerate(requests))
     running: dict[int, int] = {}  # number of the request, by row
-    with using(self._mesh):
+    with use_mesh(self._mesh):
       state = self._make_empty()
     while waiting or running:
-      with using(self._mesh):
+      with use_mesh(self._mesh):
         state = self._refill(state, waiting, running)
         num_free = self._batch_size - len(running)
         num_done = min(self._num_refill, len(waiting)) if waiting else num_free + min(self._num_refill, len(running))
@@ -211,8 +211,8 @@ class Batcher:
 
   def _take_finished(self, state: DecodeState, running: dict[int, int], take: Program) -> list[tuple[int, Any]]:
     """Free the rows that are done; return their requests' numbers and outputs."""
-    is_done_B = fetched(state.is_done)
+    is_done_B = to_host(state.is_done)
     done = {row: running.pop(row) for row in sorted(running) if is_done_B[row]}
     size = -(-len(done) // self._num_refill) * self._num_refill  # few sizes, few programs
-    outputs = fetched(self._run_timed(take, 'decode_s', state, np.resize([*done], size).astype(np.int32)))
+    outputs = to_host(self._run_timed(take, 'decode_s', state, np.resize([*done], size).astype(np.int32)))
     return [(number, jax.tree.map(lambda x, n=n: x[n], outputs)) for n, number in enumerate(done.values())]

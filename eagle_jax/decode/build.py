@@ -16,7 +16,7 @@ from eagle_jax.models.transformer import Target
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.trees import Plain, TreePolicy
 from eagle_jax.sampling import Chooser, GumbelMax
-from eagle_jax.sharding import mesh_of, placed
+from eagle_jax.sharding import mesh_of, place_param
 
 
 def build(
@@ -70,7 +70,7 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
   params = drafter.params | _borrowed(target, drafter)
   if kind.has_logits:
     weights = (costs and costs.lookup_weights) or WEIGHTS
-    params['lookup_weights'] = placed(np.asarray(weights, np.float32), ('lookup_weights',), mesh_of(target.params))
+    params['lookup_weights'] = place_param(np.asarray(weights, np.float32), ('lookup_weights',), mesh_of(target.params))
   network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
   head = kind.network(drafter.config, drafter.dtype or target.dtype)
   return Params(target.params, params, policy.arrays(costs, target, drafter)), Spec(
@@ -98,7 +98,7 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
   if 'ids' in own:
     ids_U = own['ids']
   else:
-    ids_U = placed(np.arange(target.config.vocab_size, dtype=np.int32), ('ids',), mesh_of(target.params))
+    ids_U = place_param(np.arange(target.config.vocab_size, dtype=np.int32), ('ids',), mesh_of(target.params))
   if drafter.has_own_head:
     return {'embed': embed_VD, 'head': own['head']['weight'], 'ids': ids_U}
   head_UD, whole = target.head_VD, {}

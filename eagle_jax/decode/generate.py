@@ -32,7 +32,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.models.transformer import Target
 from eagle_jax.processes import require_same
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched, is_shared, mesh_of, using
+from eagle_jax.sharding import is_shared, mesh_of, to_host, use_mesh
 from eagle_jax.text import Detokenizer
 
 REFILL_PARTS = 4  # a quarter of the batch is refilled at a time
@@ -287,7 +287,7 @@ class Answers(_WithStats, Iterator[Answer]):
     """Decode all prompts as one batch; yield the number and the outputs of each at the end."""
     request = self._request
     arguments, static = request.prepared()
-    with using(mesh):
+    with use_mesh(mesh):
       run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
       start = time.perf_counter()
       state = jax.block_until_ready(run(*arguments))
@@ -299,7 +299,7 @@ class Answers(_WithStats, Iterator[Answer]):
         state, self.trace = run_traced(run, request.params, state)
       else:
         state = run(request.params, state)
-      outputs = fetched(Outputs.of(state))
+      outputs = to_host(Outputs.of(state))
       self._seconds['decode_s'] = time.perf_counter() - start
     self._seconds['compile_s'] = prefill_compile_s + loop_compile_s
     each = [jax.tree.map(lambda x, b=b: x[b], outputs) for b in range(request.batch_size)]
@@ -346,7 +346,7 @@ class Stream(_WithStats, Iterator[Chunk]):
   def _make_chunks(self, mesh: Mesh | None) -> Iterator[Chunk]:
     params, spec = self._request.params, self._request.spec
     arguments, static = self._request.prepared()
-    with using(mesh):
+    with use_mesh(mesh):
       run, compile_s = _PREFILL.compile(*arguments, **static)
       start = time.perf_counter()
       state = run(*arguments)
@@ -358,7 +358,7 @@ class Stream(_WithStats, Iterator[Chunk]):
     yield chunk
     while not is_done:
       start = time.perf_counter()
-      with using(mesh):
+      with use_mesh(mesh):
         state = run(params, state)
       chunk, is_done = self._chunk(state)
       self._seconds['decode_s'] += time.perf_counter() - start
@@ -366,7 +366,7 @@ class Stream(_WithStats, Iterator[Chunk]):
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
     """Make the chunk of the newest step; also return whether it was the last."""
-    outputs, is_done = fetched((Outputs.of(state), state.is_done))
+    outputs, is_done = to_host((Outputs.of(state), state.is_done))
     one = jax.tree.map(lambda x_1: x_1[0], outputs)
     tokens = one.newest(one.work.num_tokens - self._newest.num_tokens[0])
     require_numbers(tokens, self._request.spec.target)

@@ -8,7 +8,7 @@ import numpy as np
 
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import step
-from eagle_jax.sharding import fetched
+from eagle_jax.sharding import to_host
 from eagle_jax.tree import NO_TOKEN, DraftTree
 
 
@@ -67,10 +67,10 @@ def run_traced(run: Any, params: Params, state: DecodeState) -> tuple[DecodeStat
     state: from prefill; donated.
   """
   trace: list[list[Cycle]] = [[] for _ in state.is_done]
-  is_done_B = fetched(state.is_done)
+  is_done_B = to_host(state.is_done)
   while not is_done_B.all():
     state, observed = run(params, state)
-    seen = fetched(observed)
+    seen = to_host(observed)
     for b in np.flatnonzero(seen.is_live):
       trace[b].append(cycle_of(jax.tree.map(lambda x_B, b=b: x_B[b], seen)))
     is_done_B = seen.is_done

@@ -128,7 +128,7 @@ def _llama_content(config: HeadConfig, target: TargetConfig) -> dict[str, Any]:
 
 
 def _given(config: HeadConfig, *names: str) -> dict[str, Any]:
-  """Those of the fields that are not off, under the same names."""
+  """Return the fields that are switched on, by name."""
   return {name: getattr(config, name) for name in names if getattr(config, name)}
 
 

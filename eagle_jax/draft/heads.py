@@ -232,7 +232,7 @@ def _refuse_window(folder: Path, layer: Keys) -> None:
 
 
 def _window(folder: Path, layer: Keys) -> int | None:
-  """How many positions the layer sees. As in vLLM and speculators, `layer_types` decides."""
+  """Return how many positions the layer sees; None for all. As in vLLM and speculators, `layer_types` decides."""
   if 'layer_types' not in layer:
     _refuse_window(folder, layer)
     return None
@@ -247,7 +247,7 @@ def _window(folder: Path, layer: Keys) -> int | None:
 
 
 def _norm_output(folder: Path, keys: Keys, is_midlayer: bool) -> bool:
-  """Whether the next draft step reads the normed output.
+  """Return whether the next draft step reads the normed output.
 
   vLLM, SGLang, speculators and AutoModel mean that. SpecForge up to 0.2.0, whose tensors say `midlayer`, means by
   false a head that reads outputs without the norm.
@@ -277,7 +277,7 @@ def inputs_of(listed: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 
 def _taps(folder: Path, keys: Keys, nested: Keys, num_layers: int) -> tuple[int, ...] | None:
-  """Layers of a target of so many whose inputs the head reads; None for the usual ones.
+  """Return the layers, of `num_layers`, whose inputs the head reads; None for the usual ones.
 
   A list at the top level counts layers by what goes into them.
   """

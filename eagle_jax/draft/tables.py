@@ -50,7 +50,7 @@ _IGNORED = frozenset({
 
 
 def _table(config: DrafterConfig | Eagle3Config, entries: dict[str, Entry]) -> Table:
-  """With the embedding: a file that does not say that the head has one of its own may hold one all the same."""
+  """Add the embedding, which a file may hold even if its config does not say that the head has its own."""
   name = 'embed_tokens.weight'
   embedding = {name: Entry(('embed', 'weight'), (config.vocab_size, config.width))}
   optional = frozenset() if config.own_embedding else frozenset({name})

@@ -10,7 +10,7 @@ import numpy as np
 
 from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.sharding import batch_axis_size, fetched, mesh_of, using
+from eagle_jax.sharding import batch_axis_size, mesh_of, to_host, use_mesh
 
 _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
 
@@ -27,8 +27,8 @@ def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]
     for start in range(0, len(alike), batch):
       chosen = alike[start : start + batch]
       token_BL, _ = pad_prompts([texts[i] for i in chosen] + [[0]] * (batch - len(chosen)), size)
-      with using(mesh_of(target.params)):
-        feature_BLD = fetched(_whole_pass(target.params, token_BL, network=network))
+      with use_mesh(mesh_of(target.params)):
+        feature_BLD = to_host(_whole_pass(target.params, token_BL, network=network))
       found |= {i: feature_LD[: len(texts[i])] for i, feature_LD in zip(chosen, feature_BLD, strict=False)}
   return [found[index] for index in range(len(texts))]
 

@@ -25,7 +25,7 @@ from eagle_jax.evaluate.example import Example
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import fetched
+from eagle_jax.sharding import to_host
 from eagle_jax.tree import NO_TOKEN, DraftTree
 
 NUM_ROWS = 8
@@ -160,7 +160,7 @@ def trace(
   num_accepted: list[list[int]] = [[] for _ in examples]
   for batch in _batches(target, drafter, examples, policy=policy, num_rows=num_rows):
     _, _, num_accepted_BN = result(decode_loop(batch.params, batch.state, spec=batch.spec))
-    for number, row in zip(batch.numbers, fetched(num_accepted_BN), strict=False):
+    for number, row in zip(batch.numbers, to_host(num_accepted_BN), strict=False):
       num_accepted[number] = row[row >= 0].tolist()
   return Traced(num_accepted, [first_answer(example).num_new for example in examples], policy)
 
@@ -191,9 +191,9 @@ def observe(
     state = batch.state
     num_new_B = np.asarray([first_answer(examples[number]).num_new for number in batch.numbers])
     while not bool(state.is_done.all()):
-      num_tokens_B = fetched(state.num_tokens)
+      num_tokens_B = to_host(state.num_tokens)
       state, tree_pass = _jitted_step(batch.params, state, spec=batch.spec)
-      tree, path_BP = fetched((tree_pass.tree, tree_pass.verdict.path))
+      tree, path_BP = to_host((tree_pass.tree, tree_pass.verdict.path))
       for b, num_left in enumerate(num_new_B - num_tokens_B[: len(num_new_B)]):
         if num_left > 0:
           own_tree = DraftTree(*(x[b] for x in tree))

@@ -85,31 +85,30 @@ def attend(
 def _kernel(
   length_B, q, k_new, v_new, hidden, keys, values,
   mixture, best, total,
-  q_nK, hidden_nM, keys_bSK, values_bSK, best_n, total_n, q_came, hidden_came, keys_came, values_came,
+  q_nK, hidden_nM, keys_bSK, values_bSK, best_n, total_n, q_ready, hidden_ready, keys_ready, values_ready,
 ):  # fmt: skip
   """Take in a part of the slots of one sequence's key-value head, for a tile of its queries; part 0 new entries too.
 
-  Block 0 is of new entries, the others of slots. Scores are logarithms to the base of 2, which a GPU raises to powers.
+  Block 0 is of new entries, the others of slots.
   """
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
   WGMMA = plgpu.Layout.WGMMA
   row, head, part, tile = map(jax.lax.axis_index, ('row', 'head', 'part', 'tile'))
   length, queries = length_B[row], pl.ds(tile * TILE, TILE)
-  scale = math.log2(math.e) / math.sqrt(q_nK.shape[1])
 
   def first_slot(block):
     return (part * NUM_BLOCKS + block - 1) * BLOCK
 
   def fetch(block, k, v):
-    plgpu.copy_gmem_to_smem(k, keys_bSK.at[block], keys_came.at[block])
-    plgpu.copy_gmem_to_smem(v, values_bSK.at[block], values_came.at[block])
+    plgpu.copy_gmem_to_smem(k, keys_bSK.at[block], keys_ready.at[block])
+    plgpu.copy_gmem_to_smem(v, values_bSK.at[block], values_ready.at[block])
 
-  plgpu.copy_gmem_to_smem(q.at[row, head, queries], q_nK, q_came)
+  plgpu.copy_gmem_to_smem(q.at[row, head, queries], q_nK, q_ready)
 
   @pl.when(part == 0)
   def fetch_new():
-    plgpu.copy_gmem_to_smem(hidden.at[row, queries], hidden_nM, hidden_came)
+    plgpu.copy_gmem_to_smem(hidden.at[row, queries], hidden_nM, hidden_ready)
     fetch(0, k_new.at[row, head], v_new.at[row, head])
 
   for block in range(1, 1 + NUM_BLOCKS):
@@ -119,50 +118,65 @@ def _kernel(
       here = row, head, pl.ds(first_slot(block), BLOCK)
       fetch(block, keys.at[here], values.at[here])
 
-  def take_in(block, found, shown):
-    mixture_nK, best_n, total_n = found
+  def take_in(block, so_far, shown):
+    keys_block = keys_bSK.at[block], keys_ready.at[block]
+    values_block = values_bSK.at[block], values_ready.at[block]
+    return _attend_block(so_far, q_nK, keys_block, values_block, shown)
 
-    def product(score_nS):
-      plgpu.wgmma(score_nS, q_nK, keys_bSK.at[block].transpose((1, 0)))
-      return score_nS[...]
+  def take_in_new(_, so_far):
+    plgpu.barrier_wait(hidden_ready)
+    return take_in(0, so_far, lambda score_nM: score_nM + hidden_nM[...].astype(jnp.float32))
 
-    plgpu.barrier_wait(keys_came.at[block])
-    score_nS = shown(scale * pl.run_scoped(product, plgpu.ACC((TILE, BLOCK), jnp.float32)))
-    top_n = jnp.maximum(best_n, score_nS.max(axis=1))
-    weight_nS = jnp.exp2(score_nS - jax.lax.broadcast_in_dim(top_n, score_nS.shape, [0]))
-    shrunk_n = jnp.exp2(best_n - top_n)
-    total_n = shrunk_n * total_n + weight_nS.sum(axis=1)
-    mixture_nK *= jax.lax.broadcast_in_dim(shrunk_n, mixture_nK.shape, [0])
-    weight_nS = weight_nS.astype(values_bSK.dtype)
-
-    def mix(mixture_nK):
-      plgpu.wgmma(mixture_nK, weight_nS, values_bSK.at[block])
-
-    plgpu.barrier_wait(values_came.at[block])
-    return pl.run_state(mix)(plgpu.ACC.init(mixture_nK)), top_n, total_n
-
-  def take_in_new(_, found):
-    plgpu.barrier_wait(hidden_came)
-    return take_in(0, found, lambda score_nM: score_nM + hidden_nM[...].astype(jnp.float32))
-
-  def take_in_slots(block, found):
+  def take_in_slots(block, so_far):
     def shown(score_nS):
       slot_nS = first_slot(block) + plgpu.broadcasted_iota(jnp.int32, score_nS.shape, 1, layout=WGMMA)
       return jnp.where(slot_nS < length, score_nS, -jnp.inf)
 
-    return take_in(block, found, shown)
+    return take_in(block, so_far, shown)
 
-  plgpu.barrier_wait(q_came)
+  plgpu.barrier_wait(q_ready)
   nothing = (
     plgpu.layout_cast(jnp.zeros(q_nK.shape, jnp.float32), WGMMA),
     plgpu.layout_cast(jnp.full(TILE, -jnp.inf), WGMMA.reduce(1)),
     plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA.reduce(1)),
   )
-  found = jax.lax.fori_loop(0, jnp.where(part == 0, 1, 0), take_in_new, nothing)
+  so_far = jax.lax.fori_loop(0, jnp.where(part == 0, 1, 0), take_in_new, nothing)
   num_blocks = jnp.clip((length - first_slot(1) + BLOCK - 1) // BLOCK, 0, NUM_BLOCKS)
-  found = jax.lax.fori_loop(1, 1 + num_blocks, take_in_slots, found)
-  mixture[row, head, part, queries], best_n[...], total_n[...] = found
+  so_far = jax.lax.fori_loop(1, 1 + num_blocks, take_in_slots, so_far)
+  mixture[row, head, part, queries], best_n[...], total_n[...] = so_far
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(best_n, best.at[row, head, part, queries])
   plgpu.copy_smem_to_gmem(total_n, total.at[row, head, part, queries])
   plgpu.wait_smem_to_gmem(0)
+
+
+def _attend_block(so_far, q_nK, keys_block, values_block, shown):
+  """Take a block of keys and values into a softmax as it runs: (weighted values, greatest score, sum of weights).
+
+  Scores are logarithms to the base of 2, which a GPU raises to powers. `shown` hides those that a query does not see;
+  a block is its place in shared memory and the barrier that says it is there.
+  """
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  (keys_SK, keys_ready), (values_SK, values_ready) = keys_block, values_block
+  mixture_nK, best_n, total_n = so_far
+  scale = math.log2(math.e) / math.sqrt(q_nK.shape[1])
+
+  def product(score_nS):
+    plgpu.wgmma(score_nS, q_nK, keys_SK.transpose((1, 0)))
+    return score_nS[...]
+
+  plgpu.barrier_wait(keys_ready)
+  score_nS = shown(scale * pl.run_scoped(product, plgpu.ACC((TILE, BLOCK), jnp.float32)))
+  top_n = jnp.maximum(best_n, score_nS.max(axis=1))
+  weight_nS = jnp.exp2(score_nS - jax.lax.broadcast_in_dim(top_n, score_nS.shape, [0]))
+  shrunk_n = jnp.exp2(best_n - top_n)
+  total_n = shrunk_n * total_n + weight_nS.sum(axis=1)
+  mixture_nK *= jax.lax.broadcast_in_dim(shrunk_n, mixture_nK.shape, [0])
+  weight_nS = weight_nS.astype(values_SK.dtype)
+
+  def mix(mixture_nK):
+    plgpu.wgmma(mixture_nK, weight_nS, values_SK)
+
+  plgpu.barrier_wait(values_ready)
+  return pl.run_state(mix)(plgpu.ACC.init(mixture_nK)), top_n, total_n

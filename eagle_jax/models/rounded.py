@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from eagle_jax.device import is_cpu
 from eagle_jax.kernels.int8 import LARGEST, Quantised, reads_bytes
 from eagle_jax.models.transformer import Target
-from eagle_jax.sharding import fetched, mesh_of, placed
+from eagle_jax.sharding import mesh_of, place_param, to_host
 
 NAME = 'int8'
 BLOCK = 2**24  # numbers rounded at a time: bounds the memory of what lies between
@@ -59,17 +59,19 @@ def hold(path: Sequence[str], array: np.ndarray, dtype: Any, mesh: Mesh | None) 
     path: its keys in the nested dict.
     array: of floats, in the host's memory.
     dtype: of activations, and of what is not rounded.
-    mesh: as in `sharding.placed`.
+    mesh: as in `sharding.place_param`.
 
   Returns:
     A `Quantised` matrix where the device multiplies bytes and floats; else an array of `dtype`, the rounded numbers.
   """
   if not is_rounded(path):
-    return placed(array.astype(dtype, copy=False), path, mesh)
+    return place_param(array.astype(dtype, copy=False), path, mesh)
   value, scale = round_matrix(array)
   if reads_bytes():
-    return Quantised(placed(value, path, mesh), placed(scale, path, mesh), jnp.dtype(dtype), keeps_columns=True)
-  return placed((value * scale[..., None]).astype(dtype), path, mesh)
+    return Quantised(
+      place_param(value, path, mesh), place_param(scale, path, mesh), jnp.dtype(dtype), keeps_columns=True
+    )
+  return place_param((value * scale[..., None]).astype(dtype), path, mesh)
 
 
 def rounded_target(target: Target) -> Target:
@@ -77,7 +79,7 @@ def rounded_target(target: Target) -> Target:
   mesh, dtype = mesh_of(target.params), target.dtype
 
   def held(path: Any, x: jax.Array) -> Any:
-    return hold([key.key for key in path], fetched(x), dtype, mesh)
+    return hold([key.key for key in path], to_host(x), dtype, mesh)
 
   params = jax.tree_util.tree_map_with_path(held, target.params)
   return with_own_head(dataclasses.replace(target, params=params))
@@ -87,7 +89,7 @@ def with_own_head(target: Target) -> Target:
   """Finish a rounded target: give it a head of its own where it shared the embedding's matrix, and say what it is."""
   params, config = target.params, target.config
   if config.tied_head:
-    embed = fetched(params['embed']['weight'])
+    embed = to_host(params['embed']['weight'])
     head = hold(('head', 'weight'), embed, target.dtype, mesh_of(params))
     params, config = {**params, 'head': {'weight': head}}, dataclasses.replace(config, tied_head=False)
   if not reads_bytes():

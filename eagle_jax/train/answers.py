@@ -54,7 +54,7 @@ class Answer(NamedTuple):
   """The target's answer to one request."""
 
   request: Request
-  token: np.ndarray  # [n] i32, ends with the EOS if one came
+  token: np.ndarray  # [n] i32, ends with the EOS if there was one
   feature: np.ndarray  # [num_prompt + n - 1, D] bf16; the newest token has none: no pass saw it
 
 

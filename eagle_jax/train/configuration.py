@@ -47,8 +47,8 @@ def read_configuration(path: str, variant: str | None = None, *, shapes_alone: b
     types['NUM_TRACED'] = (int,)
   for name, allowed in types.items():
     if not isinstance(config.get(name), allowed):
-      came = f'a {type(config[name]).__name__}' if name in config else 'missing'
-      raise ValueError(f'{path}: {name} is {came}; a {" or ".join(kind.__name__ for kind in allowed)} is needed.')
+      found = f'a {type(config[name]).__name__}' if name in config else 'missing'
+      raise ValueError(f'{path}: {name} is {found}; a {" or ".join(kind.__name__ for kind in allowed)} is needed.')
   if 'DATA' in config:
     require_data(config['DATA'], source=f'{path}: DATA')
   return config

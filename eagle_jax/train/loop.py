@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.processes import is_main_process, on_main
 from eagle_jax.sharding import (
-  fetched,
   mesh_of,
   num_devices,
   param_shardings,
   partition,
   put,
   require_whole_share,
-  using,
+  to_host,
+  use_mesh,
 )
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, run_lock, settle_settings
 from eagle_jax.train.data import Packed, batches, frequent_ids
@@ -94,51 +94,43 @@ def train(
   frozen, vocabulary = frozen_inputs(target, config, examples)
   reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype)
   static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': reader}
-  with run_lock(folder), using(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
+  with run_lock(folder), use_mesh(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
     params = initial_params(Eagle(config), frozen.embed, examples, recipe.seed) if initial is None else initial.params
     state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
-    path = folder / 'settings.json'
-    if checkpoints.is_empty:  # as good as not begun: one that failed may be tried with other settings
-      on_main(path.unlink, missing_ok=True)
-    settle_settings(path, {**settings(config, recipe), **(origin or {})})
-    if not checkpoints.is_empty:
-      state = checkpoints.restore(state)
+    state = _resume(state, checkpoints, folder / 'settings.json', {**settings(config, recipe), **(origin or {})})
     first = int(state.step)
-    stream = batches(
-      examples,
-      num_rows=recipe.num_rows,
-      num_places=recipe.num_places,
-      seed=recipe.seed,
-      prompt_weight=recipe.prompt_weight,
-      first=first,
-    )
+    packing = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places, 'prompt_weight': recipe.prompt_weight}
+    stream = batches(examples, **packing, seed=recipe.seed, first=first)
     traced = with_features(target, held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced])  # all kinds
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
-    meter = Meter(recipe, flops / num_devices(mesh), first=first, progress=progress)
-    log_train = metrics_log(folder / 'train.csv', first_step=first + 1)
-    log_held_out = metrics_log(folder / 'held_out.csv', first_step=first + 1)
-    with meter:
+
+    def measure(state: TrainState) -> dict[str, float]:
+      metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
+      if traced:
+        metrics['tree_tau'] = trace(target, outcome.drafter(state.params), traced, policy=DynamicTree()).tau
+      return metrics
+
+    with Meter(recipe, flops / num_devices(mesh), first=first, progress=progress) as meter:
+      reports = Reports(folder, first, meter, measure, checkpoints, outcome)
       for step in range(first + 1, recipe.num_steps + 1):
         packed = next(stream)
         state, train_metrics = train_step(state, frozen, place(packed, mesh), **static)
         meter.count(packed)
-        if step % report_every and step < recipe.num_steps:
-          continue
-        log_train(step, {**_floats(train_metrics), **meter.rates()})
-        metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
-        if traced:
-          drafter = outcome.drafter(state.params)
-          metrics['tree_tau'] = trace(target, drafter, traced, policy=DynamicTree()).tau
-        log_held_out(step, metrics)
-        meter.show(metrics)
-        _require_finite(metrics, step, outcome.folder)
-        if checkpoints.save(state, metrics):
-          outcome.save(state, metrics)
+        if step % report_every == 0 or step == recipe.num_steps:
+          reports.report(step, state, train_metrics)
     best, metrics = checkpoints.restore_best(state)
     if best is not None:  # else the drafter stays as it was exported with the checkpoint
       outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
   return metrics
+
+
+def _resume(state: TrainState, checkpoints: Checkpoints, path: Path, given: dict[str, Any]) -> TrainState:
+  """Return the state of the newest checkpoint, or the given one if there is none; the settings must be the run's."""
+  if checkpoints.is_empty:  # as good as not begun: one that failed may be tried with other settings
+    on_main(path.unlink, missing_ok=True)
+  settle_settings(path, given)
+  return state if checkpoints.is_empty else checkpoints.restore(state)
 
 
 def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], recipe: Recipe) -> None:
@@ -189,8 +181,44 @@ class Outcome:
   def save(self, state: TrainState, metrics: Mapping[str, float]) -> None:
     """Export the drafter in bfloat16, with its metrics in the provenance."""
     provenance = {**self.provenance, 'step': int(state.step), 'held_out': dict(metrics)}
-    drafter = self.drafter(fetched(state.params))
+    drafter = self.drafter(to_host(state.params))
     on_main(save_drafter, drafter, self.folder, provenance, dtype='bfloat16')
+
+
+class Reports:
+  """Measures training states and logs the metrics; keeps a checkpoint of each, and the best as a drafter."""
+
+  def __init__(
+    self,
+    folder: Path,
+    first: int,
+    meter: 'Meter',
+    measure: Callable[[TrainState], dict[str, float]],
+    checkpoints: Checkpoints,
+    outcome: Outcome,
+  ):
+    """
+    Args:
+      folder: for train.csv and held_out.csv.
+      first: steps that were done before; lines of later ones are written anew.
+      meter: of rates.
+      measure: state -> held-out metrics.
+      checkpoints: where states are kept.
+      outcome: where the best one is exported.
+    """
+    self._log_train = metrics_log(folder / 'train.csv', first_step=first + 1)
+    self._log_held_out = metrics_log(folder / 'held_out.csv', first_step=first + 1)
+    self._meter, self._measure, self._checkpoints, self._outcome = meter, measure, checkpoints, outcome
+
+  def report(self, step: int, state: TrainState, train_metrics: Mapping[str, jax.Array]) -> None:
+    """Report on the state after a step; raise a ValueError if training diverged."""
+    self._log_train(step, {**_floats(train_metrics), **self._meter.rates()})
+    metrics = self._measure(state)
+    self._log_held_out(step, metrics)
+    self._meter.show(metrics)
+    _require_finite(metrics, step, self._outcome.folder)
+    if self._checkpoints.save(state, metrics):
+      self._outcome.save(state, metrics)
 
 
 def frozen_inputs(

@@ -25,7 +25,7 @@ from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.processes import is_main_process, on_main
-from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, using
+from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, use_mesh
 from eagle_jax.train.checkpoint import run_lock, settle_settings
 from eagle_jax.train.configuration import require_data
 from eagle_jax.train.conversations import read_conversations
@@ -210,7 +210,7 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
       (packed, batch_shardings(packed, mesh)),
     )
   ]
-  with using(mesh):
+  with use_mesh(mesh):
     static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': None if is_stored else reader}
     compiled = train_step.lower(*placed, **static).compile()
   memory: Any = compiled.memory_analysis()

@@ -40,8 +40,8 @@ class Objective:
     least = {'regression': 0, 'cross_entropy': 0, 'top_k': 1, 'top_k_cross_entropy': 0, 'num_steps': 1}
     least |= {'step_decay': 0, 'reachable_top': 0}
     if below := {name: bound for name, bound in least.items() if not getattr(self, name) >= bound}:
-      came = {name: getattr(self, name) for name in below}
-      raise ValueError(f'Objective: got {came}; at least {below} is needed.')
+      given = {name: getattr(self, name) for name in below}
+      raise ValueError(f'Objective: got {given}; at least {below} is needed.')
     if not self.regression + self.cross_entropy + self.top_k_cross_entropy > 0:
       raise ValueError('Objective: all weights are 0, so nothing is learned; at least one must be positive.')
 

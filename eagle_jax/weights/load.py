@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle_jax.sharding import placed
+from eagle_jax.sharding import place_param
 from eagle_jax.weights.naming import Entry, Table
 
 
@@ -43,7 +43,7 @@ def assemble(
     dtype: of the resulting arrays, where the table does not say another: float32, bfloat16 or float16.
     mesh: takes each array in its own shards, see `sharding.param_sharding`; None means the default device.
     source: what to call the file in an error.
-    place: (path, array) -> what is held of a parameter; None: the array, placed by `sharding.placed`.
+    place: (path, array) -> what is held of a parameter; None: the array, placed by `sharding.place_param`.
 
   Returns:
     Nested dict with `jax.Array` leaves of `dtype`.
@@ -71,7 +71,7 @@ def assemble(
         value = _with_other_parts(value, entry, begun)
         parts_left[entry.path] -= 1
         if not parts_left[entry.path]:
-          _insert(params, entry.path, place(entry.path, value) if place else placed(value, entry.path, mesh))
+          _insert(params, entry.path, place(entry.path, value) if place else place_param(value, entry.path, mesh))
           begun.pop(entry.path, None)
       else:
         fault = f'{name}: holds NaN or infinite values as {dtype.name}'

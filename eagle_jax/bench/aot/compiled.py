@@ -113,7 +113,7 @@ class ShapedPair:
     with jax.set_mesh(self.mesh):
       lowered = run_prefill.lower(*arguments, **static)
       program = lowered.compile()
-    return program, placed(lowered.out_info, program.output_shardings)
+    return program, place(lowered.out_info, program.output_shardings)
 
   def compile(self, run: Any, state: Any, spec: Spec, options: Mapping[str, str] | None = None) -> Any:
     """Compile `run`, which is `decode.decode_step` or `decode_loop`, for `state`."""
@@ -128,10 +128,10 @@ class ShapedPair:
     return (sum(target_pass) + num_drafts * sum(drafter_pass)) / self.mesh.size
 
   def _placed(self, shapes: Any) -> Any:
-    return placed(shapes, param_shardings(shapes, self.mesh))
+    return place(shapes, param_shardings(shapes, self.mesh))
 
 
-def placed(shapes: Any, shardings: Any) -> Any:
+def place(shapes: Any, shardings: Any) -> Any:
   """Attach shardings to shapes."""
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
