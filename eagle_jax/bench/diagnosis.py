@@ -23,7 +23,7 @@ from eagle_jax.evaluate.guesses import Agreement, TextPass, agreement, read_text
 from eagle_jax.models.layers import norm_of
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Chain
-from eagle_jax.sharding import mesh_of, using
+from eagle_jax.sharding import mesh_of, use_mesh
 
 USUAL_BASE = 10_000.0  # of RoPE where a config does not name one
 SECOND = 20  # places with a right first choice, at least, for a share at depth 2 to say anything
@@ -97,7 +97,7 @@ def measure(target: Target, repair: Repair, read: TextPass, is_answer_n: np.ndar
     head = head | {'target_norm': target.params['norm']}
     network = Renormed(config, network.dtype, target.config, reads_normed)  # type: ignore[attr-defined]
     taps = taps if reads_normed else taps._replace(feature=read.residual[target.config.num_layers])
-  with using(mesh_of(target.params)):
+  with use_mesh(mesh_of(target.params)):
     return agreement(head, network, read, taps, is_answer_n)  # type: ignore[arg-type]
 
 

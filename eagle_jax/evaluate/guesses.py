@@ -17,7 +17,7 @@ from eagle_jax import cache as kv_cache
 from eagle_jax.decode.buckets import pad_prompts
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.models.transformer import Taps, Target, TransformerTarget
-from eagle_jax.sharding import fetched, mesh_of, using
+from eagle_jax.sharding import mesh_of, to_host, use_mesh
 
 
 class TextPass(NamedTuple):
@@ -39,10 +39,10 @@ def read_text(target: Target, token_n: Sequence[int], *, layers: Iterable[int], 
   token_1L, _ = pad_prompts([[*token_n]], max_tokens)
   layers = tuple(sorted(set(layers)))
   network = dataclasses.replace(target.network, tapped_layers=layers)
-  with using(mesh_of(target.params)):
+  with use_mesh(mesh_of(target.params)):
     taps, choice_L = _read(target.params, token_1L, network=network)
   return TextPass(
-    token_1L, len(token_n), taps.feature, dict(zip(layers, taps.residual, strict=True)), fetched(choice_L)
+    token_1L, len(token_n), taps.feature, dict(zip(layers, taps.residual, strict=True)), to_host(choice_L)
   )
 
 
@@ -105,7 +105,7 @@ def agreement(
     taps: what the drafter reads of it.
     is_answer_n: [n] bool, tokens that the target wrote; None: it wrote none.
   """
-  guess_2L = fetched(guess(params, read.token, taps, network=network))[:, 0]
+  guess_2L = to_host(guess(params, read.token, taps, network=network))[:, 0]
   end = read.num_tokens - 2  # places whose guessed token is in the text
   text, choice = read.token[0, 2 : end + 2], read.choice[1 : end + 1]
   is_first, is_second = guess_2L[:, :end] == choice

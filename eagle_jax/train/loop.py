@@ -99,8 +99,8 @@ def train(
     state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
     state = _resume(state, checkpoints, folder / 'settings.json', {**settings(config, recipe), **(origin or {})})
     first = int(state.step)
-    packing = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places, 'prompt_weight': recipe.prompt_weight}
-    stream = batches(examples, **packing, seed=recipe.seed, first=first)
+    sizes = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
+    stream = batches(examples, **sizes, seed=recipe.seed, prompt_weight=recipe.prompt_weight, first=first)
     traced = with_features(target, held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced])  # all kinds
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
