@@ -24,7 +24,6 @@ from eagle_jax.sharding import mesh_of, place_param, to_host
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, naming, targets
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
-from eagle_jax.weights.quantised import read_floats
 from eagle_jax.weights.safetensors import write_safetensors
 
 log = logging.getLogger('eagle_jax')
@@ -91,7 +90,7 @@ def read_target_config(name_or_path: str | Path) -> TargetConfig:
   if path.suffix == '.gguf':
     config, _ = _gguf_config_and_tokenizer(gguf.read_gguf(path))
   else:
-    config = targets.target_config(path, folder.read_config(path))
+    config = targets.target_config(path, targets.read_content(path))
   return _named(config, path, name_or_path)
 
 
@@ -137,11 +136,12 @@ def _gguf_config_and_tokenizer(
 
 
 def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max_context: int | None) -> Target:
-  content = folder.read_config(path)
+  content = targets.read_content(path)
   config = targets.target_config(path, content, max_context=max_context)
   tokenizer = Tokenizer.from_folder(path, config.eos_ids)
   table = naming.hf_table(config, targets.read_family(path, content))
-  params = assemble(read_floats(path, content), table, dtype, mesh=mesh, source=str(path), place=place)
+  tensors = targets.read_text_tensors(path, content)
+  params = assemble(tensors, table, dtype, mesh=mesh, source=str(path), place=place)
   if config.tied_head and 'head' in params:
     if _is_same_head(params, place):
       del params['head']

@@ -1,18 +1,55 @@
 """The network that the config.json of a Hugging Face folder describes."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eagle_jax.config import TargetConfig
 from eagle_jax.models.families import FAMILIES, Family
-from eagle_jax.weights.folder import llama_fields, naming_config, read_json
+from eagle_jax.weights.folder import llama_fields, naming_config, read_config, read_json
 from eagle_jax.weights.layouts import Keys
-from eagle_jax.weights.quantised import require_readable
+from eagle_jax.weights.quantised import read_floats, require_readable
 from eagle_jax.weights.rope import Rope, Settings, chosen_context
 
 log = logging.getLogger('eagle_jax')
+
+
+# What keys mean that the text part of Gemma 3's files may lack.
+_GEMMA_3 = {
+  'vocab_size': 262_208, 'hidden_size': 2304, 'intermediate_size': 9216, 'num_hidden_layers': 26,
+  'num_attention_heads': 8, 'num_key_value_heads': 4, 'head_dim': 256, 'max_position_embeddings': 131_072,
+  'rms_norm_eps': 1e-6, 'query_pre_attn_scalar': 256,
+}  # fmt: skip
+_PREFIXES = {
+  'language_model.model.': 'model.',
+  'model.language_model.': 'model.',
+  'language_model.lm_head.': 'lm_head.',
+}
+_OF_IMAGES = 'vision_tower.', 'multi_modal_projector.', 'model.vision_tower.', 'model.multi_modal_projector.'
+
+
+def read_content(folder: Path) -> dict[str, Any]:
+  """Read the config.json of a target: where Gemma 3 takes images too, what it says of the text model."""
+  content = read_config(folder)
+  text = content.get('text_config')
+  if content.get('model_type') != 'gemma3' or not isinstance(text, dict):
+    return content
+  log.info('%s: the text model alone is read, without the one for images', folder)
+  outer = {name: content[name] for name in ('eos_token_id', 'quantization_config') if name in content}
+  return {**_GEMMA_3, **text, **outer, 'model_type': 'gemma3_text'}
+
+
+def read_text_tensors(folder: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+  """Yield a target's weights as floats: where Gemma 3 takes images too, those of the text model by their own names."""
+  is_gemma = read_family(folder, content) is FAMILIES['gemma3_text']
+  for name, array in read_floats(folder, content):
+    if is_gemma and name.startswith(_OF_IMAGES):
+      continue
+    prefix = next((prefix for prefix in _PREFIXES if is_gemma and name.startswith(prefix)), '')
+    yield _PREFIXES.get(prefix, '') + name.removeprefix(prefix), array
 
 
 def read_family(folder: Path, content: Mapping[str, Any]) -> Family:

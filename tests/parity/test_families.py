@@ -403,6 +403,39 @@ def rounded_numbers(x):
   return [rounded_numbers(y) for y in x] if isinstance(x, tuple | list) else x
 
 
+@pytest.mark.parametrize('is_newer', [False, True])
+def test_the_text_model_of_gemma3_with_images(tmp_path, is_newer):
+  """Numbers that its config leaves out are the usual ones; tensors of images are not read."""
+  text = {name: x for name, x in (SIZES | CASES['gemma3_text']).items() if x is not None and 'model_type' not in name}
+  vision = {
+    'hidden_size': 16,
+    'intermediate_size': 16,
+    'num_hidden_layers': 1,
+    'num_attention_heads': 2,
+    'image_size': 8,
+  }
+  config = transformers.Gemma3Config(
+    text_config=text, vision_config=vision | {'patch_size': 4}, mm_tokens_per_image=4, image_token_index=96,
+    boi_token_index=95, eoi_token_index=94, eos_token_id=[1, 2],
+  )  # fmt: skip
+  transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+  tensors = dict(read_safetensors(tmp_path / 'model.safetensors'))
+  assert any('vision_tower' in name for name in tensors)
+  if is_newer:
+    tensors = {
+      f'model.{name}'.replace('model.language_model.model.', 'model.language_model.'): x for name, x in tensors.items()
+    }
+  write_safetensors(tmp_path / 'model.safetensors', tensors)
+  content = json.loads((tmp_path / 'config.json').read_text())
+  del content['text_config']['rms_norm_eps']
+  (tmp_path / 'config.json').write_text(json.dumps(content))
+  target = hub.load_target(tmp_path)
+  assert (target.config.norm_eps, target.config.eos_ids, target.config.tied_head) == (1e-6, (1, 2), True)
+  for name, found in flatten(target.params, naming.hf_table(target.config, FAMILIES['gemma3_text'])).items():
+    theirs = [x for key, x in tensors.items() if key.endswith(name.removeprefix('model.')) and 'language_model' in key]
+    np.testing.assert_array_equal(found, theirs[0])
+
+
 def test_mxfp4_experts_are_transformers(pair_of_mxfp4):
   """Blocks as gpt-oss is published: loaded, they are the matrices that transformers makes of them."""
   path, matrices = pair_of_mxfp4
