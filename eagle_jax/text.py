@@ -33,10 +33,20 @@ _PIECES = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
+_CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED_PIECES = (  # a word ends where a capital follows a small letter
+  '|'.join((_CASED % ('*', '+'), _CASED % ('+', '*')))
+  + r'|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+_THREE_DIGITS = _PIECES.replace('DIGITS', r'\p{N}{1,3}')
 _SPLITTINGS = {  # by GGUF `tokenizer.ggml.pre`
   'gpt-2': _Splitting(),
   'smollm': _Splitting(digits_stand_alone=True),
-  'llama-bpe': _Splitting(_PIECES.replace('DIGITS', r'\p{N}{1,3}'), ignores_merges=True, adds_bos=True),
+  'refact': _Splitting(digits_stand_alone=True),  # Granite
+  'dbrx': _Splitting(_THREE_DIGITS),  # OLMo-2
+  'smaug-bpe': _Splitting(_THREE_DIGITS),
+  'gpt-4o': _Splitting(_CASED_PIECES),  # gpt-oss, Phi-4-mini
+  'llama-bpe': _Splitting(_THREE_DIGITS, ignores_merges=True, adds_bos=True),
   'qwen2': _Splitting(_PIECES.replace('DIGITS', r'\p{N}'), composes=True),
 }
 _GGUF_SPECIAL = {  # names in chat templates -> in GGUF

@@ -10,16 +10,12 @@ from eagle_jax.sharding import make_mesh
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
 flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name, ngram, or a folder; empty for none.')
-flags.DEFINE_enum(
-  'dtype',
-  'float32',
-  ['float32', 'bfloat16', 'int8'],
-  "The target's dtype; int8 rounds its matrices to 8 bits while loading.",
-)
+DTYPES = 'float32', 'bfloat16', 'int8'
+flags.DEFINE_enum('dtype', 'float32', DTYPES, "The target's dtype; int8 rounds its matrices to 8 bits while loading.")
 flags.DEFINE_enum(
   'drafter_dtype',
   None,
-  ['float32', 'bfloat16', 'int8'],
+  DTYPES,
   "The drafter's dtype; default --dtype, but int8 with --policy=auto if that was measured to be faster.",
 )
 flags.DEFINE_integer(
@@ -27,6 +23,9 @@ flags.DEFINE_integer(
   None,
   'Number of devices that share one copy of the model; the others split the batch. Default: use one device.',
   lower_bound=1,
+)
+flags.DEFINE_integer(
+  'max_context', None, 'Tokens of prompt and answer; needed beyond the original context of long RoPE.'
 )
 
 
@@ -39,7 +38,7 @@ def mesh():
 
 def models():
   """Load the target, and the drafter or None."""
-  target = eagle_jax.load_target(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh())
+  target = eagle_jax.load_target(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh(), max_context=FLAGS.max_context)
   drafter = eagle_jax.load_drafter(FLAGS.drafter, target, dtype=FLAGS.drafter_dtype) if FLAGS.drafter else None
   return target, drafter
 

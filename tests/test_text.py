@@ -80,6 +80,21 @@ def test_digits_stand_alone_where_the_vocabulary_says_so(pre, ids):
   assert Tokenizer.from_gguf(metadata).encode('12a') == ids
 
 
+@pytest.mark.parametrize(
+  ('pre', 'pieces'),
+  [
+    ('gpt-4o', ['a', 'B', " it's", ' ', '123', '4', '/\n']),
+    ('dbrx', ['aB', ' it', "'s", ' ', '123', '4', '/\n']),
+    ('smaug-bpe', ['aB', ' it', "'s", ' ', '123', '4', '/\n']),
+    ('refact', ['aB', ' it', "'s", ' ', '1', '2', '3', '4', '/', '\n']),
+  ],
+)
+def test_merges_stay_within_the_pieces_of_the_vocabulary(pre, pieces):
+  splitter = Tokenizer.from_gguf(byte_metadata(pre=pre)).backend.pre_tokenizer
+  found = [piece for piece, _ in splitter.pre_tokenize_str("aB it's 1234/\n")]
+  assert [piece.replace('\u0120', ' ').replace('\u010a', '\n') for piece in found] == pieces
+
+
 def test_pieces_join_by_score():
   """'bc' scores above 'ab'; a space is a letter, and one is put before a text."""
   tokenizer = Tokenizer.from_gguf(piece_metadata())
