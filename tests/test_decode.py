@@ -106,6 +106,18 @@ def test_drafter_of_nan_changes_no_text(target, plain):
     assert (out.tokens, out.num_accepted) == (expected.tokens, expected.num_accepted)
 
 
+def test_a_drafter_divides_logits_as_its_target_does():
+  divided = tiny.target(dataclasses.replace(tiny.TARGET, logit_divisor=4.0))
+  out_DBW = jax.random.normal(jax.random.key(0), (32, 1, 2))
+  found = {}
+  for target in (divided, tiny.target()):
+    params, spec = decode.build(target, tiny.drafter(), policy=Chain(2))
+    children = spec.drafter.top_children(params.drafter, out_DBW, lambda ids_UB: jnp.zeros(ids_UB.shape), 97)
+    found[target.config.logit_divisor] = children.log_p
+  log_p = found[1.0][0, 0]  # of the likeliest first, as the others are
+  np.testing.assert_allclose(found[4.0][0, 0], jax.nn.log_softmax(log_p / 4), rtol=1e-5)
+
+
 @pytest.fixture(scope='module')
 def overflowing():
   """A target in float16 whose logits become NaN after prompt [1, 2, 3] and two more tokens, and after [40] at once."""

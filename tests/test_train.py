@@ -360,6 +360,13 @@ def test_the_schedule_counts_updates():
   assert 0 < rates(4)[-1] < 0.1 * max(rates(4))
 
 
+def test_the_head_of_training_gives_the_logits_of_the_target(target):
+  divided = dataclasses.replace(target, config=dataclasses.replace(target.config, logit_divisor=4.0))
+  examples = answered(3, 24, 1.0)
+  ours, theirs = (frozen_inputs(x, DRAFTER, examples)[0] for x in (divided, target))
+  np.testing.assert_allclose(ours.head, theirs.head / 4, rtol=1e-6)
+
+
 def test_flops_by_hand():
   drafter = 2 * 16 * 16 + 6 * 8 * 16 + 3 * 16 * 32 + 2 * 8 * 32  # fc, q k v o, feed-forward, attention to half of 32
   layer, head, num_places = drafter - 2 * 16 * 16, 31 * 16, 2 * 32

@@ -107,4 +107,8 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
   if drafter.is_quantised:
     is_rounded = isinstance(head_UD, Quantised)  # the target's; unlike the target, a drafter may round activations
     head_UD = dataclasses.replace(head_UD, keeps_columns=False) if is_rounded else round_to_int8(head_UD)
-  return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole}
+  divisor = {}
+  if target.config.logit_divisor != 1:
+    number = np.asarray(target.config.logit_divisor, np.float32)
+    divisor = {'logit_divisor': place_param(number, ('logit_divisor',), mesh_of(target.params))}
+  return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole, **divisor}

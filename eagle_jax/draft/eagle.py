@@ -73,7 +73,7 @@ class Eagle:
   Its params are `fc` and `layer`, and by reference the target's `embed` [V, D] and `head` [U, D], with `ids` [U] i32,
   the target ids that the head scores. With a draft vocabulary, U < V and `whole_head` [V, D] is the target's full head.
   All matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [2] f32, where given, replaces the
-  defaults of `draft.lookup`.
+  defaults of `draft.lookup`; `logit_divisor` [] f32 is what the target divides its logits by.
   """
 
   config: Any  # a `DrafterConfig`; subclasses have their own
@@ -94,8 +94,8 @@ class Eagle:
     return out_DBW
 
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
-    """Turn outputs into the inputs of the language-model head, [D, R]."""
-    return out_DR
+    """Turn outputs into the inputs of the language-model head, [D, R]: divided, where the target divides its logits."""
+    return out_DR / params['logit_divisor'].astype(out_DR.dtype) if 'logit_divisor' in params else out_DR
 
   def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
     """Run T pairs of (next token, feature): outputs [D, B, T], and the memory that `attention` returns."""

@@ -228,12 +228,19 @@ def frozen_inputs(
   embed_VD, vocab_size = target.params['embed']['weight'], config.vocab_size
   reader = () if examples[0].feature.shape[1] else target.params
   if config.draft_vocab_size is None:
-    return Frozen(embed_VD, target.head_VD, jnp.arange(vocab_size), reader), {}
+    return Frozen(embed_VD, _for_logits(target, target.head_VD), jnp.arange(vocab_size), reader), {}
   forced = {*target.config.eos_ids, *(target.tokenizer.essential_ids if target.tokenizer else ())}
   ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=sorted(forced))
   index_V = np.full(vocab_size, -1, np.int32)
   index_V[ids_U] = np.arange(len(ids_U))
-  return Frozen(embed_VD, target.head_of(ids_U), jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
+  head_UD = _for_logits(target, target.head_of(ids_U))
+  return Frozen(embed_VD, head_UD, jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
+
+
+def _for_logits(target: Target, head_UD: Any) -> Any:
+  """Return the head that gives the target's logits, which some targets divide by a number."""
+  divisor = target.config.logit_divisor
+  return head_UD if divisor == 1 else jax.tree.map(lambda x: (x / divisor).astype(x.dtype), head_UD)
 
 
 def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], seed: int) -> dict[str, Any]:
