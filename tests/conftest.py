@@ -15,7 +15,7 @@ import quick
 MAX_MAPS = 12_000
 HEAVY = (
   'test_sharding', 'test_cost', 'test_decode', 'test_oracle', 'test_train', 'test_continuous', 'test_processes',
-  'test_launch', 'test_families', 'test_real', 'test_store', 'test_replay',
+  'test_launch', 'test_notebooks', 'test_families', 'test_real', 'test_store', 'test_replay',
 )  # fmt: skip
 SMOKE = (  # beginnings of tests' names
   'tests/test_acceptance.py', 'tests/test_weights.py', 'tests/test_text.py', 'tests/test_tree_reference.py',

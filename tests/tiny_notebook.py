@@ -26,5 +26,5 @@ def drafter():
 
 quick.trace_one_form()
 eagle_jax.load_target = lambda name, **how: target()
-eagle_jax.load_drafter = lambda name, *of, **how: load_drafter(name, *of, **how) if '/' in name else drafter()
+eagle_jax.load_drafter = lambda name, *of, **how: load_drafter(name, *of, **how) if '/' in str(name) else drafter()
 cost_store.read = lambda path: COSTS
