@@ -15,8 +15,15 @@ from tiny_traces import BYTES, HOSTILE, trace_of
 CHROMIUM = Path('/usr/bin/chromium')
 SIZES, SCHEMES = ((1280, 800), (400, 800)), ('light', 'dark')
 IDS = BYTES.encode(HOSTILE)
-NUM_CYCLES = len(trace_of(IDS))
+TRACE = trace_of(IDS, num_nodes=30, max_depth=8)
+NUM_CYCLES = len(TRACE)
 CONTRASTS = Path(__file__).with_name('contrasts.js').read_text(encoding='utf-8')
+
+COLLISIONS = """tree => [...tree.querySelectorAll('.node')].flatMap(node => {
+  const [box, , word, number] = [...node.children].map(part => part.getBBox());
+  const end = number ? number.x : box.x + box.width;
+  return word.x > box.x && word.x + word.width < end ? [] : [node.textContent];
+})"""  # words that reach the number beside them, or the end of their node
 
 pytestmark = pytest.mark.browser
 
@@ -36,7 +43,7 @@ def page(request, browser, tmp_path):
   """The page of two prompts, one of which has no cycle; when the test ends, nothing was complained of or fetched."""
   (width, height), scheme = request.param
   path = tmp_path / 'page.html'
-  viz.html([[], trace_of(IDS)], path, BYTES, prompts=['', HOSTILE])
+  viz.html([[], TRACE], path, BYTES, prompts=['', HOSTILE])
   page = browser.new_page(viewport={'width': width, 'height': height}, color_scheme=scheme)
   complaints, requests = [], []
   page.on('console', lambda message: complaints.append(message.text))
@@ -56,7 +63,10 @@ def where(page) -> str:
 def test_keys_and_buttons_step_through_the_cycles(page):
   assert where(page) == f'1 of {NUM_CYCLES}'  # of the first prompt that has cycles
   assert page.locator('#back').is_disabled()
-  for step, place in (('ArrowRight', 2), ('#next', 3), ('#back', 2), ('ArrowLeft', 1), ('End', NUM_CYCLES)):
+  for step, place in (
+    ('ArrowRight', 2), ('#next', 3), ('ArrowRight', 4), ('#back', 3), ('ArrowLeft', 2),
+    ('End', NUM_CYCLES), ('ArrowLeft', NUM_CYCLES - 1), ('Home', 1), ('End', NUM_CYCLES),
+  ):  # fmt: skip
     page.locator(step).click() if step.startswith('#') else page.keyboard.press(step)
     assert where(page) == f'{place} of {NUM_CYCLES}'
     assert page.locator('#strip [aria-current]').get_attribute('aria-label').startswith(f'Cycle {place}:')
@@ -76,7 +86,7 @@ def test_the_text_grows_to_the_decoded_one(page):
 
 
 def test_a_node_tells_its_probabilities(page):
-  cycle = trace_of(IDS)[0]
+  cycle = TRACE[0]
   node = page.locator('#tree .node').nth(3)
   node.scroll_into_view_if_needed()
   node.hover()
@@ -97,6 +107,7 @@ def test_everything_can_be_read(page):
   assert least['number'] >= 3
   for text in '#where', '#what', '#key', '#said', '#tree text':
     assert page.locator(text).first.evaluate('node => parseFloat(getComputedStyle(node).fontSize)') >= 12
-  for text in page.locator('#tree .node').all():  # a word is not wider than its node
-    word, box = text.evaluate("node => ['text', 'rect'].map(name => node.querySelector(name).getBBox().width)")
-    assert word < box
+  page.keyboard.press('Home')
+  for _ in TRACE:
+    assert page.locator('#tree').evaluate(COLLISIONS) == []
+    page.keyboard.press('ArrowRight')
