@@ -119,9 +119,7 @@ def _kernel(
       fetch(block, keys.at[here], values.at[here])
 
   def take_in(block, so_far, shown):
-    keys_block = keys_bSK.at[block], keys_ready.at[block]
-    values_block = values_bSK.at[block], values_ready.at[block]
-    return _attend_block(so_far, q_nK, keys_block, values_block, shown)
+    return _attend_block(so_far, q_nK, block, (keys_bSK, keys_ready), (values_bSK, values_ready), shown)
 
   def take_in_new(_, so_far):
     plgpu.barrier_wait(hidden_ready)
@@ -150,33 +148,33 @@ def _kernel(
   plgpu.wait_smem_to_gmem(0)
 
 
-def _attend_block(so_far, q_nK, keys_block, values_block, shown):
+def _attend_block(so_far, q_nK, block, keys, values, shown):
   """Take a block of keys and values into a softmax as it runs: (weighted values, greatest score, sum of weights).
 
   Scores are logarithms to the base of 2, which a GPU raises to powers. `shown` hides those that a query does not see;
-  a block is its place in shared memory and the barrier that says it is there.
+  `keys` and `values` are all blocks in shared memory, and the barriers that say which are there.
   """
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  (keys_SK, keys_ready), (values_SK, values_ready) = keys_block, values_block
+  (keys_bSK, keys_ready), (values_bSK, values_ready) = keys, values
   mixture_nK, best_n, total_n = so_far
   scale = math.log2(math.e) / math.sqrt(q_nK.shape[1])
 
   def product(score_nS):
-    plgpu.wgmma(score_nS, q_nK, keys_SK.transpose((1, 0)))
+    plgpu.wgmma(score_nS, q_nK, keys_bSK.at[block].transpose((1, 0)))  # a view made outside would not be lowered
     return score_nS[...]
 
-  plgpu.barrier_wait(keys_ready)
+  plgpu.barrier_wait(keys_ready.at[block])
   score_nS = shown(scale * pl.run_scoped(product, plgpu.ACC((TILE, BLOCK), jnp.float32)))
   top_n = jnp.maximum(best_n, score_nS.max(axis=1))
   weight_nS = jnp.exp2(score_nS - jax.lax.broadcast_in_dim(top_n, score_nS.shape, [0]))
   shrunk_n = jnp.exp2(best_n - top_n)
   total_n = shrunk_n * total_n + weight_nS.sum(axis=1)
   mixture_nK *= jax.lax.broadcast_in_dim(shrunk_n, mixture_nK.shape, [0])
-  weight_nS = weight_nS.astype(values_SK.dtype)
+  weight_nS = weight_nS.astype(values_bSK.dtype)
 
   def mix(mixture_nK):
-    plgpu.wgmma(mixture_nK, weight_nS, values_SK)
+    plgpu.wgmma(mixture_nK, weight_nS, values_bSK.at[block])
 
-  plgpu.barrier_wait(values_ready)
+  plgpu.barrier_wait(values_ready.at[block])
   return pl.run_state(mix)(plgpu.ACC.init(mixture_nK)), top_n, total_n
