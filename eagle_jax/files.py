@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,23 @@ def cache_folder() -> Path:
   if own := os.environ.get('EAGLE_JAX_CACHE'):
     return Path(own)
   return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'eagle_jax'
+
+
+def make_private(folder: Path) -> Path:
+  """Make a folder for what is executed, for its user alone, if it is not there, and return it.
+
+  Raises:
+    ValueError: it belongs to another user, or others can write to it.
+  """
+  folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+  found = folder.stat()
+  is_safe = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+  if hasattr(os, 'getuid') and not (is_safe and found.st_uid == os.getuid()):  # Windows has no such modes
+    raise ValueError(
+      f'{folder} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}, and compiled programs in it '
+      f'would be executed. Make it yours alone: chmod 700 {folder}, or name another in EAGLE_JAX_CACHE.'
+    )
+  return folder
 
 
 @contextlib.contextmanager

@@ -21,6 +21,9 @@ FLAGS = (
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
   os.environ.setdefault('XLA_FLAGS', FLAGS)
 
+# XLA's own products, which every machine has. Set to nothing, the kernels that users with a C++ compiler have.
+os.environ.setdefault('EAGLE_JAX_KERNELS', 'xla')
+
 # Tracing makes many objects that stay. By its own thresholds, Python's collector spends a fifth of the suite's time on
 # looking through them again.
 gc.set_threshold(100_000, 20, 50)

@@ -26,6 +26,7 @@ from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from listen import compile_events
 from tiny_costs import COSTS
+from tiny_programs import copies_in_loop, prefilled_pair
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
 POLICIES = (Chain(3), StaticTree(), StaticTree([(0,), (1,), (1, 0)]), DynamicTree(4, 3, 3, 8))
@@ -397,14 +398,8 @@ def primitives(jaxpr):
         yield from primitives(inner)
 
 
-def lowered_state(target, drafter, policy, *, batch: int):
-  params, spec = decode.build(target, drafter, policy=policy, costs=COSTS)
-  tokens_BL, length_B = np.ones((batch, 5), np.int32), np.full(batch, 5, np.int32)
-  return params, spec, decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=20)
-
-
 def test_decode_loop_makes_no_host_calls(target, drafter):
-  params, spec, state = lowered_state(target, drafter, SMALL, batch=2)
+  params, spec, state = prefilled_pair(target, drafter, SMALL, batch=2, costs=COSTS)
   names = set(primitives(jax.make_jaxpr(lambda p, s: decode.decode_loop(p, s, spec=spec))(params, state).jaxpr))
   assert {'while', 'dot_general', 'dynamic_update_slice', 'top_k'} <= names
   assert not [name for name in names if 'callback' in name or 'feed' in name or 'print' in name]
@@ -412,22 +407,11 @@ def test_decode_loop_makes_no_host_calls(target, drafter):
   assert [name for name in primitives(printing(1.0).jaxpr) if 'callback' in name or 'print' in name]
 
 
-def copies_in_loop(hlo: str, shape: str) -> list[str]:
-  """Lines outside ENTRY that copy an array of this shape."""
-  computation, lines = '', []
-  for line in hlo.splitlines():
-    if re.match(r'^(ENTRY )?%?[\w.\-]+ .*\{$', line):
-      computation = line
-    elif f'= {shape}' in line and re.search(r'\bcopy(-start)?\(', line) and not computation.startswith('ENTRY'):
-      lines.append(line.strip())
-  return lines
-
-
 @pytest.mark.optimised
 @pytest.mark.parametrize('batch', [1, 5])
 @pytest.mark.parametrize('policy', [Plain(), Chain(3), StaticTree(), SMALL, ADAPTIVE], ids=lambda p: p.describe())
 def test_decode_loop_copies_no_cache(target, drafter, policy, batch):
-  params, spec, state = lowered_state(target, drafter, policy, batch=batch)
+  params, spec, state = prefilled_pair(target, drafter, policy, batch=batch, costs=COSTS)
   shape = 'f32[' + ','.join(map(str, state.cache.keys[0].shape)) + ']'
   if policy != Plain():
     assert state.cache.keys[0].shape == state.drafter.cache.keys[0].shape
@@ -439,7 +423,7 @@ def test_decode_loop_copies_no_cache(target, drafter, policy, batch):
 @pytest.mark.optimised
 def test_rope_angles_are_computed_once_a_pass(target, drafter):
   """Not in every layer for every head, as where XLA fuses them into their readers."""
-  params, spec, state = lowered_state(target, drafter, Chain(1), batch=1)
+  params, spec, state = prefilled_pair(target, drafter, Chain(1), batch=1, costs=COSTS)
   assert target.config.num_layers > 1
   hlo = decode.decode_loop.lower(params, state, spec=spec).compile().as_text()
   assert len(re.findall(r'\bcosine\(', hlo)) == 2  # the target's pass, and the drafter's over what was committed

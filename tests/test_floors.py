@@ -24,7 +24,7 @@ FLOORS = {
 ORDER = {
   'kernels': (
     '__init__', 'dispatch', 'tiling', 'layout', 'scan', 'random', 'argmax', 'top_k', 'write_kv', 'einsum',
-    'ordering', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
+    'ordering', 'cpu', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.device import is_cpu
+from eagle_jax.kernels import cpu
 from eagle_jax.kernels.dispatch import dispatch
 from eagle_jax.kernels.matmul import matmul
 
@@ -57,7 +58,14 @@ def multiply(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Arr
     num_parts: of I, equal ones, that differ in size.
   """
   in_bytes = functools.partial(multiply_bytes, num_parts=num_parts)
-  return dispatch(value_OI, x_IR, default=reference, cpu=in_bytes)
+  on_cpu = cpu.multiply if cpu.is_supported(value_OI, x_IR) else in_bytes
+  return dispatch(value_OI, x_IR, default=reference, cpu=on_cpu)
+
+
+def multiply_exactly(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """Return what `multiply` does, with no column rounded on any platform."""
+  on_cpu = cpu.multiply if cpu.is_supported(value_OI, x_IR) else None
+  return dispatch(value_OI, x_IR, default=reference, cpu=on_cpu)
 
 
 @functools.partial(
@@ -81,9 +89,8 @@ class Quantised:
 
   def times(self, x_IR: jax.Array) -> jax.Array:
     """Return [..., R] f32, the product with columns of `dtype`."""
-    if self.keeps_columns:
-      return reference(self.value, x_IR) * self.scale[..., None]
-    return multiply(self.value, x_IR, num_parts=self.num_parts) * self.scale[..., None]
+    product = multiply_exactly if self.keeps_columns else functools.partial(multiply, num_parts=self.num_parts)
+    return product(self.value, x_IR) * self.scale[..., None]
 
   def take(self, index_R: jax.Array) -> jax.Array:
     """Return the matrix's outputs at these indices, [R, I] of `dtype`, where outputs stand in one dimension."""
@@ -92,8 +99,9 @@ class Quantised:
 
 
 def reads_bytes() -> bool:
-  """Is a product of bytes and floats faster than one of floats on the devices at hand? XLA:CPU runs a naive loop."""
-  return not is_cpu()
+  """Is a product of bytes and floats faster than one of floats on the devices at hand? XLA:CPU runs a naive loop, and
+  the kernels of `cpu.cc` read bytes."""
+  return not is_cpu() or cpu.target() is not None
 
 
 @functools.partial(jax.jit, static_argnames='num_parts')

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.device import precision
+from eagle_jax.kernels import cpu, einsum
 from eagle_jax.kernels.dispatch import dispatch
 from eagle_jax.kernels.layout import row_major
 
@@ -48,6 +49,11 @@ def multiply_from_left(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None)
   return jnp.moveaxis(in_place(y_RO), 0, -1)
 
 
+def multiply_compiled(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
+  """Multiply numbers of float32 by the kernels of `cpu.cc`."""
+  return cpu.multiply(weight_OI, x_IR).astype(dtype or x_IR.dtype)
+
+
 def matmul(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
   """Return W x, [..., R].
 
@@ -58,8 +64,21 @@ def matmul(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Arra
   """
   is_column, num_outputs = x_IR.shape[1] == 1, weight_OI.size // weight_OI.shape[-1]
   is_small = weight_OI.size in SMALL and num_outputs % NUM_PARTS == 0
-  whole, parts, left = (
-    functools.partial(form, dtype=dtype) for form in (reference, multiply_parts, multiply_from_left)
+  whole, parts, left, compiled = (
+    functools.partial(form, dtype=dtype) for form in (reference, multiply_parts, multiply_from_left, multiply_compiled)
   )
-  cpu = parts if is_column and is_small else None
-  return dispatch(weight_OI, x_IR, default=whole, cpu=cpu, gpu=None if is_column else left)
+  xla = parts if is_column and is_small else None
+  on_cpu = compiled if cpu.is_supported(weight_OI, x_IR) else xla
+  return dispatch(weight_OI, x_IR, default=whole, cpu=on_cpu, gpu=None if is_column else left)
+
+
+def matmul_float32(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """Return W x, [O, R] f32, for a matrix with so many outputs that they stay in front on every platform.
+
+  Args:
+    weight_OI: [O, I].
+    x_IR: of the same dtype.
+  """
+  if not cpu.is_supported(weight_OI, x_IR):
+    return einsum.einsum_float32('oi,ir->or', weight_OI, x_IR)
+  return dispatch(weight_OI, x_IR, default=functools.partial(reference, dtype=jnp.float32), cpu=multiply_compiled)

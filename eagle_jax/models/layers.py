@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from eagle_jax.kernels.attention import Operands, attend
 from eagle_jax.kernels.dispatch import dispatch_loop
-from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.int8 import Quantised
-from eagle_jax.kernels.matmul import matmul
+from eagle_jax.kernels.matmul import matmul, matmul_float32
 from eagle_jax.kernels.ordering import compute_once
 from eagle_jax.sharding import constrain
 
@@ -95,7 +94,7 @@ def apply_head(weight_VD: jax.Array | Quantised, feature_DR: jax.Array) -> jax.A
   """
   if isinstance(weight_VD, Quantised):
     return weight_VD.times(feature_DR)
-  return einsum_float32('vd,dr->vr', weight_VD, feature_DR)
+  return matmul_float32(weight_VD, feature_DR)
 
 
 class RMSNorm(nn.Module):

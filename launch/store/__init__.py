@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import pickle
-import stat
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,8 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 import eagle_jax
 from eagle_jax.device import cpu_features, ran_on
-from eagle_jax.files import replacing
+from eagle_jax.files import make_private, replacing
+from eagle_jax.kernels import cpu
 
 log = logging.getLogger('eagle_jax')
 
@@ -44,9 +44,7 @@ class ProgramFolder:
     Raises:
       ValueError: it belongs to another user, or others can write to it.
     """
-    self._folder = Path(folder).expanduser()
-    self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    require_private(self._folder)
+    self._folder = make_private(Path(folder).expanduser())
 
   def read(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable) -> Callable | None:
     """Find a program; see `decode.program.ProgramStore`."""
@@ -75,7 +73,8 @@ class ProgramFolder:
     (device,) = devices
     path = self._folder / f'{name}-{hashlib.sha256(repr((device.id, key)).encode()).hexdigest()[:32]}'
     flags = [os.environ.get(name) for name in _FLAGS]
-    machine = ran_on(), device.client.platform_version, cpu_features()
+    kernels = cpu.target()  # which a program that calls them can be read with only if XLA knows them
+    machine = ran_on(), device.client.platform_version, cpu_features(), kernels
     return Place(path, repr((source_digest(), machine, sorted(settings.items()), flags)), device)
 
 
@@ -107,18 +106,6 @@ class Place(NamedTuple):
         temporary.write_bytes(pickle.dumps((self.origin, *serialize(compiled))))
     except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
       log.warning('%s is not stored (%s: %s)', self.path.name, type(error).__name__, error)
-
-
-def require_private(folder: Path) -> None:
-  """Raise a ValueError if another user owns the folder or can write to it, since its programs are executed."""
-  if not hasattr(os, 'getuid'):  # Windows has no such modes
-    return
-  found = folder.stat()
-  if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-    raise ValueError(
-      f'{folder} must be yours and writable for you alone, since compiled programs in it are executed, got owner '
-      f'{found.st_uid} and mode {stat.filemode(found.st_mode)}: chmod 700 {folder}, or set EAGLE_JAX_CACHE to another.'
-    )
 
 
 @functools.cache

@@ -1,0 +1,310 @@
+"""The compiled kernels of CPUs: their products, the text that they write, and what serves where they cannot be made."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import store
+
+import tiny
+from eagle_jax import decode
+from eagle_jax.decode.prefill import run_prefill
+from eagle_jax.kernels import cpu, int8, matmul
+from eagle_jax.models import rounded
+from eagle_jax.policy.trees import Chain, DynamicTree
+from eagle_jax.sharding import make_mesh
+from tiny_programs import copies_in_loop, prefilled_pair
+
+TESTS = Path(__file__).parent
+PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44]]
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16)
+
+
+def forget():
+  """What was compiled with other kernels, or without."""
+  cpu._registered.cache_clear()
+  for program in (run_prefill, decode.decode_loop, decode.decode_step):
+    program.clear_cache()
+  jax.clear_caches()
+
+
+def use(patch, folder, choice='compiled'):
+  patch.setenv('EAGLE_JAX_CACHE', str(folder))
+  patch.setenv(cpu.VARIABLE, choice)
+  forget()
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  if not any(os.access(Path(place) / name, os.X_OK) for place in os.get_exec_path() for name in cpu.COMPILERS):
+    pytest.skip('no C++ compiler')
+  return tmp_path_factory.mktemp('cache')
+
+
+@pytest.fixture(scope='module')
+def compiled(folder):
+  """The kernels are used."""
+  with pytest.MonkeyPatch.context() as patch:
+    use(patch, folder)
+    assert cpu.target() is not None
+    yield
+  forget()
+
+
+def weights(kind, *shape):
+  rng = np.random.default_rng(sum(shape))
+  if kind == 'float32':
+    return jnp.asarray(rng.standard_normal(shape, np.float32))
+  extreme = rng.integers(-127, 128, shape, np.int8)
+  extreme[..., ::2] = 127 * rng.choice([-1, 1], size=extreme[..., ::2].shape)
+  extreme[..., 0, :] = 127  # the largest sums that there are
+  return jnp.asarray(extreme)
+
+
+def columns(width, count):
+  return jnp.asarray(np.random.default_rng(width).standard_normal((width, count), np.float32))
+
+
+# Products.
+
+
+@pytest.mark.parametrize('outputs', [(1,), (23,), (24,), (2, 61)], ids=str)
+@pytest.mark.parametrize('width', [1, 15, 64, 576, 1536])
+@pytest.mark.parametrize('kind', ['float32', 'int8'])
+def test_products(compiled, kind, width, outputs):
+  weight_OI, x_IR = weights(kind, *outputs, width), columns(width, max(COUNTS))
+  most = np.asarray(cpu.multiply(weight_OI, x_IR))
+  exact = np.tensordot(np.asarray(weight_OI, np.float64), np.asarray(x_IR, np.float64), axes=1)
+  np.testing.assert_allclose(most, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+  for count in COUNTS:  # bit for bit the same, wherever a column stands
+    np.testing.assert_array_equal(cpu.multiply(weight_OI, x_IR[:, :count]), most[..., :count])
+    np.testing.assert_array_equal(cpu.multiply(weight_OI, x_IR[:, -count:]), most[..., -count:])
+
+
+def test_bytes_may_meet_any_number_of_columns(compiled):
+  weight_OI, x_IR = weights('int8', 30, 70), columns(70, 150)
+  few = np.concatenate([cpu.multiply(weight_OI, x_IR[:, i : i + 10]) for i in range(0, 150, 10)], axis=1)
+  np.testing.assert_array_equal(cpu.multiply(weight_OI, x_IR), few)
+
+
+def test_what_is_no_number_stays_in_its_column(compiled):
+  x_IR = columns(64, 3).at[5, 1].set(np.nan)
+  found = cpu.multiply(weights('float32', 40, 64), x_IR)
+  assert np.isnan(found).all(axis=0).tolist() == [False, True, False]
+  assert np.isfinite(found[:, ::2]).all()
+
+
+def calls(function, *arrays) -> bool:
+  return 'eagle_matmul' in jax.jit(function).lower(*arrays).as_text()
+
+
+def test_what_they_serve(compiled):
+  w, b = weights('float32', 24, 64), weights('int8', 24, 64)
+  x, many = columns(64, 16), columns(64, 17)
+  half = x.astype(jnp.bfloat16)
+  assert calls(matmul.matmul, w, x)
+  assert calls(matmul.matmul_float32, w, x)
+  assert not calls(matmul.matmul, w, many)
+  assert not calls(matmul.matmul_float32, w, many)
+  assert not calls(matmul.matmul, w.astype(jnp.bfloat16), half)
+  assert calls(int8.multiply_exactly, b, half)
+  assert calls(int8.multiply_exactly, b, many)
+  with jax.set_mesh(make_mesh(jax.devices()[:1])):
+    assert calls(matmul.matmul, w, x)
+
+
+def test_a_mesh_gathers_no_weights(compiled):
+  w, x = weights('float32', 24, 64), columns(64, 4)
+  with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ('model',))):
+    assert not cpu.is_supported(w, x)
+
+
+def test_gradients(compiled):
+  w, x = weights('float32', 24, 64), columns(64, 4)
+
+  def gradients(product):
+    return jax.jit(jax.grad(lambda w, x: (product(w, x) ** 2).sum(), argnums=(0, 1)))(w, x)
+
+  for found, expected in zip(gradients(cpu.multiply), gradients(matmul.reference), strict=True):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+# Decoding.
+
+
+@pytest.mark.parametrize('make', [tiny.target, lambda: rounded.rounded_target(tiny.target())], ids=['floats', 'int8'])
+@pytest.mark.parametrize('is_quantised', [False, True])
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_trees_write_the_text_of_plain_decoding(compiled, make, is_quantised, temperature):
+  target, drafter = make(), tiny.drafter()
+  drafter = drafter.quantised() if is_quantised else drafter
+  how = {'max_new_tokens': 24, 'temperature': temperature, 'seed': 3, 'eos_ids': ()}
+  plain = decode.generate(target, None, PROMPTS, **how)
+  for policy in (Chain(3), DynamicTree(3, 3, 3, 8)):
+    out = decode.generate(target, drafter, PROMPTS, policy=policy, **how)
+    assert out.tokens == plain.tokens
+
+
+def test_a_rounded_target_is_held_in_bytes(compiled):
+  assert isinstance(rounded.rounded_target(tiny.target()).params['head']['weight'], int8.Quantised)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize('batch', [1, 5])
+@pytest.mark.parametrize('policy', [Chain(3), DynamicTree(4, 3, 3, 8)], ids=lambda p: p.describe())
+def test_the_loop_copies_no_cache(compiled, policy, batch):
+  params, spec, state = prefilled_pair(tiny.target(), tiny.drafter(), policy, batch=batch)
+  shape = 'f32[' + ','.join(map(str, state.cache.keys[0].shape)) + ']'
+  hlo = decode.decode_loop.lower(params, state, spec=spec).compile().as_text()
+  assert 'custom_call_target="eagle_matmul' in hlo
+  assert copies_in_loop(hlo, shape) == []
+
+
+# Where they cannot be made.
+
+
+def serves_xla(caplog, *words) -> bool:
+  """Whether products are right without them, and one log line says why."""
+  assert cpu.target() is None
+  w, x = weights('float32', 24, 64), columns(64, 4)
+  assert not calls(matmul.matmul, w, x)
+  np.testing.assert_allclose(jax.jit(matmul.matmul)(w, x), matmul.reference(w, x), rtol=1e-4, atol=1e-4)
+  (record,) = [record for record in caplog.records if 'CPU kernels' in record.message and record.levelname == 'WARNING']
+  return all(word in record.message for word in words) and len(record.message.splitlines()) <= 22
+
+
+def a_compiler(folder, script):
+  """A folder for PATH, whose g++ says a version and then does this."""
+  folder.mkdir()
+  compiler = folder / 'g++'
+  compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit 0\n{script}\n')
+  compiler.chmod(0o755)
+  return f'{folder}:/usr/bin:/bin'
+
+
+def test_without_a_compiler(tmp_path, monkeypatch, caplog):
+  monkeypatch.setenv('PATH', '')
+  use(monkeypatch, tmp_path)
+  assert serves_xla(caplog, 'g++', 'clang++')
+
+
+def test_a_compiler_that_fails(tmp_path, monkeypatch, caplog):
+  script = 'for i in $(seq 100); do echo "cpu.cc:$i: error" >&2; done; exit 3'
+  monkeypatch.setenv('PATH', a_compiler(tmp_path / 'bin', script))
+  use(monkeypatch, tmp_path)
+  assert serves_xla(caplog, 'status 3', 'cpu.cc:1: error', 'cpu.cc:20: error')
+  assert list((tmp_path / 'kernels').iterdir()) == []
+
+
+def test_a_compiler_that_hangs_and_its_children(tmp_path, monkeypatch, caplog):
+  monkeypatch.setenv('PATH', a_compiler(tmp_path / 'bin', f'echo $$ > {tmp_path}/pid; sleep 1000 & sleep 1000'))
+  monkeypatch.setattr(cpu, '_MAX_SECONDS', 1.0)
+  use(monkeypatch, tmp_path)
+  assert serves_xla(caplog, '1 seconds')
+  assert list((tmp_path / 'kernels').iterdir()) == []
+  found = subprocess.run(['ps', '-o', 'stat=', '-g', (tmp_path / 'pid').read_text().strip()], capture_output=True)
+  assert [state for state in found.stdout.split() if not state.startswith(b'Z')] == []
+
+
+def test_a_compiler_that_writes_no_library(tmp_path, monkeypatch, caplog):
+  script = 'while [ "$1" != -o ]; do shift; done; echo text > "$2"'
+  monkeypatch.setenv('PATH', a_compiler(tmp_path / 'bin', script))
+  use(monkeypatch, tmp_path)
+  assert serves_xla(caplog, '.so')
+
+
+def test_kernels_that_multiply_wrongly(folder, tmp_path, monkeypatch, caplog):
+  source = cpu.SOURCE.read_text(encoding='utf-8')
+  wrong = source.replace('sum[r][c] += w[r] * x_c', 'sum[r][c] += w[r] * x_c * (kColumns == 3 ? 2 : 1)')
+  assert wrong != source
+  (tmp_path / 'wrong.cc').write_text(wrong)
+  monkeypatch.setattr(cpu, 'SOURCE', tmp_path / 'wrong.cc')
+  use(monkeypatch, tmp_path)
+  assert serves_xla(caplog, 'float32 by 3 columns')
+
+
+def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch, caplog):
+  (tmp_path / 'kernels').mkdir()
+  (tmp_path / 'kernels').chmod(0o777)
+  use(monkeypatch, tmp_path)
+  assert serves_xla(caplog, str(tmp_path / 'kernels'))
+  assert list((tmp_path / 'kernels').iterdir()) == []
+
+
+def test_the_compiler_is_left_alone_if_xla_is_asked_for(tmp_path, monkeypatch):
+  use(monkeypatch, tmp_path, 'xla')
+  assert cpu.target() is None
+  assert not (tmp_path / 'kernels').exists()
+
+
+def test_a_choice_that_is_none(tmp_path, monkeypatch):
+  use(monkeypatch, tmp_path, 'fast')
+  with pytest.raises(ValueError, match="'fast'"):
+    cpu.target()
+
+
+# Processes and programs.
+
+ONE = """
+import sys, jax, numpy as np
+from eagle_jax.kernels import cpu, matmul
+w, x = np.ones((24, 64), np.float32), np.ones((64, 4), np.float32)
+assert (jax.jit(matmul.matmul)(w, x) == 64).all()
+print(cpu.target())
+"""
+
+
+def test_two_processes_compile_at_once(folder, tmp_path):
+  environment = os.environ | {'EAGLE_JAX_CACHE': str(tmp_path), cpu.VARIABLE: 'compiled', 'JAX_PLATFORMS': 'cpu'}
+  environment['PYTHONPATH'] = str(TESTS.parent)
+  started = [subprocess.Popen([sys.executable, '-c', ONE], env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+  names = {process.communicate(timeout=300)[0].decode().strip() for process in started}
+  assert len(names) == 1
+  (library,) = (tmp_path / 'kernels').iterdir()
+  assert {library.stem} == names
+  assert stat.S_IMODE((tmp_path / 'kernels').stat().st_mode) == 0o700
+
+
+def test_stored_programs_belong_to_their_kernels(compiled, tmp_path, monkeypatch, no_compilation_cache):
+  programs, leaf = store.ProgramFolder(tmp_path / 'programs'), jnp.zeros(1)
+  with_kernels = programs.place('f', [leaf], {}, ())
+  assert cpu.target() in with_kernels.origin
+  monkeypatch.setattr(cpu, 'target', lambda: None)
+  assert programs.place('f', [leaf], {}, ()) == with_kernels._replace(origin=programs.place('f', [leaf], {}, ()).origin)
+  assert programs.place('f', [leaf], {}, ()).origin != with_kernels.origin
+
+
+STORED = """
+import sys, jax, numpy as np
+from eagle_jax.decode.program import Program, use_store
+from eagle_jax.kernels.matmul import matmul
+from store import ProgramFolder
+use_store(ProgramFolder(sys.argv[1]))
+w, x = jax.numpy.ones((24, 64)), jax.numpy.ones((64, 4))
+traced = []
+
+def product(w, x):
+  traced.append(1)
+  return matmul(w, x)
+
+run, _ = Program(jax.jit(product)).compile(w, x)
+assert (run(w, x) == 64).all()
+print(len(traced))
+"""
+
+
+def test_a_stored_program_finds_its_kernels(folder, tmp_path):
+  environment = os.environ | {'EAGLE_JAX_CACHE': str(folder), cpu.VARIABLE: 'compiled', 'JAX_PLATFORMS': 'cpu'}
+  environment |= {'PYTHONPATH': f'{TESTS.parent}:{TESTS.parent / "launch"}', 'JAX_COMPILATION_CACHE_DIR': ''}
+
+  def run():
+    command = [sys.executable, '-c', STORED, str(tmp_path / 'programs')]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+
+  assert [run().stdout.strip() for _ in range(2)] == ['1', '0']
