@@ -23,7 +23,7 @@ NUM_NEW = 24
 @pytest.fixture(params=[False, True], ids=['held as floats', 'held as bytes'])
 def is_bytes(request, monkeypatch):
   """What an accelerator does, too: products of bytes and floats."""
-  monkeypatch.setattr(rounded, 'reads_bytes', lambda: request.param)
+  monkeypatch.setattr(rounded, 'reads_bytes', lambda mesh: request.param)
   return request.param
 
 
@@ -75,7 +75,7 @@ def test_a_rounded_target_decodes_its_own_text(is_bytes, policy, temperature):
 def test_both_ways_of_holding_are_one_model(monkeypatch, switches):
   logits, config = [], dataclasses.replace(tiny.TARGET, **switches)
   for is_bytes in (False, True):
-    monkeypatch.setattr(rounded, 'reads_bytes', lambda held=is_bytes: held)
+    monkeypatch.setattr(rounded, 'reads_bytes', lambda mesh, held=is_bytes: held)
     target = rounded.rounded_target(tiny.target(config))
     network = target.network
     taps = network.read(target.params, jnp.asarray([PROMPTS[1]]))
@@ -113,7 +113,7 @@ def test_activations_may_have_16_bits(is_bytes, tmp_path, compute_dtype):
 
 
 def test_a_mesh_splits_bytes_as_it_splits_floats(monkeypatch):
-  monkeypatch.setattr(rounded, 'reads_bytes', lambda: True)
+  monkeypatch.setattr(rounded, 'reads_bytes', lambda mesh: True)
   plain = decode.generate(rounded.rounded_target(tiny.target()), None, PROMPTS, max_new_tokens=NUM_NEW, eos_ids=())
   mesh = make_mesh(jax.devices()[:1])
   target = tiny.target()

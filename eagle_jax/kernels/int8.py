@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from eagle_jax.device import is_cpu
 from eagle_jax.kernels import cpu
 from eagle_jax.kernels.dispatch import dispatch
 from eagle_jax.kernels.matmul import matmul
+from eagle_jax.sharding import num_devices
 
 LARGEST = 127  # of int8, to both sides
 
@@ -98,10 +100,12 @@ class Quantised:
     return (value_RI.astype(jnp.float32) * scale_R[:, None]).astype(self.dtype)
 
 
-def reads_bytes() -> bool:
-  """Is a product of bytes and floats faster than one of floats on the devices at hand? XLA:CPU runs a naive loop, and
-  the kernels of `cpu.cc` read bytes."""
-  return not is_cpu() or cpu.target() is not None
+def reads_bytes(mesh: Mesh | None) -> bool:
+  """Is a product of bytes and floats faster than one of floats on the devices of a mesh, or without one on the first?
+
+  XLA:CPU runs a naive loop; the kernels of `cpu.cc` read bytes, and are for one device.
+  """
+  return not is_cpu() or (num_devices(mesh) == 1 and cpu.target() is not None)
 
 
 @functools.partial(jax.jit, static_argnames='num_parts')

@@ -67,7 +67,7 @@ def hold(path: Sequence[str], array: np.ndarray, dtype: Any, mesh: Mesh | None) 
   if not is_rounded(path):
     return place_param(array.astype(dtype, copy=False), path, mesh)
   value, scale = round_matrix(array)
-  if reads_bytes():
+  if reads_bytes(mesh):
     return Quantised(
       place_param(value, path, mesh), place_param(scale, path, mesh), jnp.dtype(dtype), keeps_columns=True
     )
@@ -92,6 +92,6 @@ def with_own_head(target: Target) -> Target:
     embed = to_host(params['embed']['weight'])
     head = hold(('head', 'weight'), embed, target.dtype, mesh_of(params))
     params, config = {**params, 'head': {'weight': head}}, dataclasses.replace(config, tied_head=False)
-  if not reads_bytes():
+  if not reads_bytes(mesh_of(params)):
     log.info('%s: this device multiplies floats only, so the matrices, rounded to 8 bits, are held as floats', NAME)
   return dataclasses.replace(target, config=config, params=params, weights_dtype=NAME)
