@@ -17,6 +17,7 @@ from eagle_jax.kernels import (
   argmax,
   attention,
   attention_tpu,
+  cpu,
   einsum,
   int8,
   layout,
@@ -33,6 +34,12 @@ from eagle_jax.models.layers import CachedAttention
 pytestmark = pytest.mark.optimised
 
 
+@pytest.fixture(autouse=True)
+def xla_products(monkeypatch):
+  """Which form a CPU gets does not depend on whether the machine has a C++ compiler."""
+  monkeypatch.setenv(cpu.VARIABLE, 'xla')
+
+
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
   return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)
 
@@ -45,6 +52,7 @@ class Case(NamedTuple):
   arrays: tuple
   forms: set[str] = set()  # devices that have a form of their own for these arrays
   error: float = 0  # of a form, relative to the reference's largest number
+  kernels: str = 'xla'  # on CPUs; see `kernels.cpu`
 
 
 def product(shape: tuple[int, ...], num_columns: int, forms: set[str]) -> Case:
@@ -139,6 +147,10 @@ CASES = {
   'int8, a column': bytes_times_floats(num_parts=1, num_columns=1),
   'int8, columns': bytes_times_floats(num_parts=1, num_columns=5),
   'int8, two parts': bytes_times_floats(num_parts=2, num_columns=2),
+  'matmul, compiled, a column': product((300, 256), 1, {'cpu'})._replace(kernels='compiled'),
+  'matmul, compiled, columns': product((4, 61, 250), 16, {'cpu', 'gpu'})._replace(kernels='compiled'),
+  'matmul, compiled, many columns': product((4, 64, 256), 17, {'gpu'})._replace(kernels='compiled'),
+  'int8, compiled': bytes_times_floats(num_parts=2, num_columns=20)._replace(kernels='compiled', error=2e-6),
   'attention, no slots': attended({'gpu'}, num_slots=0, lengths=(0, 0)),
   'attention': attended({'gpu'}, num_slots=9, lengths=(0, 7)),
   'attention, earlier passes': attended({'gpu'}, num_slots=9, lengths=(9, 1), num_earlier=3),
@@ -160,6 +172,9 @@ CASES = {
 @pytest.mark.parametrize('name', CASES)
 def test_every_form_is_the_reference(name, monkeypatch):
   case, found = CASES[name], {}
+  monkeypatch.setenv(cpu.VARIABLE, case.kernels)
+  if case.kernels == 'compiled' and cpu.target() is None:
+    pytest.skip('no C++ compiler')
   module = importlib.import_module(getattr(case.reference, 'func', case.reference).__module__)
 
   def run_all(*arrays: Any, default: Callable, **forms: Callable | None) -> Any:
