@@ -19,6 +19,7 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.decode.build import build
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.evaluate.calibration import or_none
 from eagle_jax.evaluate.guesses import Agreement, TextPass, agreement, read_text
 from eagle_jax.models.layers import norm_of
 from eagle_jax.models.transformer import Target
@@ -198,11 +199,6 @@ def _of_vocabulary(drafter: Drafter) -> Iterator[Repair]:
     if other_U.min() >= 0 and other_U.max() < config.vocab_size:
       advice = 'write d2t as offsets: draft id j is target id j + d2t[j]'
       yield Repair('vocabulary', change, advice, _with(drafter, params | {'ids': jnp.asarray(other_U, jnp.int32)}))
-
-
-def or_none(x: float) -> float | None:
-  """Replace NaN, which JSON does not have."""
-  return None if math.isnan(x) else x
 
 
 def diagnose(target: Target, drafter: Drafter, text: Text, bare: Text | None) -> tuple[dict[str, Any], list[Finding]]:

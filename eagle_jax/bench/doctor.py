@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle_jax.bench.diagnosis import Finding, Text, contradictions, diagnose, or_none
+from eagle_jax.bench.diagnosis import Finding, Text, contradictions, diagnose
 from eagle_jax.bench.measure import NEAR_TIE, gap_at_divergence, generate_warm
 from eagle_jax.bench.tune import bytes_read, first_state
 from eagle_jax.decode.auto import resolve_policy
@@ -19,7 +19,7 @@ from eagle_jax.decode.step import tau
 from eagle_jax.device import bytes_per_s, free_memory_bytes, ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of, name_of_kind
-from eagle_jax.evaluate.calibration import acceptance_by_rank, nan_to_none
+from eagle_jax.evaluate.calibration import acceptance_by_rank, nan_to_none, or_none
 from eagle_jax.evaluate.trace import Nodes, Traced, nodes_of_cycles
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Chain, DynamicTree, TreePolicy
@@ -70,7 +70,7 @@ def examine(
 
   Three prompts are decoded plainly and with `plan.tree`, greedily and sampled. If the drafter is a head, the target
   then reads these answers and further prompts once, and the drafter drafts along them, as it is and with each of
-  `repairs.repairs`.
+  `diagnosis.repairs`.
 
   Args:
     target, drafter: the pair.

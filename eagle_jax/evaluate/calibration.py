@@ -1,5 +1,6 @@
 """Compare the drafter's confidence with acceptance: EAGLE-2 relies on their match (arXiv:2406.16858, section 3.2)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,5 +90,10 @@ def calibrate(
 
 
 def nan_to_none(x_n: np.ndarray) -> list[float | None]:
-  """Convert to a list for JSON, which has no NaN."""
-  return [None if np.isnan(x) else x for x in x_n.tolist()]
+  """Convert to a list for JSON; see `or_none`."""
+  return [or_none(x) for x in x_n.tolist()]
+
+
+def or_none(x: float) -> float | None:
+  """Replace NaN, which JSON does not have."""
+  return None if math.isnan(x) else x
