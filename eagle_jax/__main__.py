@@ -18,8 +18,8 @@ LAUNCH = Path(__file__).parents[1] / 'launch'
 
 def overview(launch: Path = LAUNCH) -> str:
   """Describe the commands in a folder, and what the library knows by name."""
-  lines = ['Targets:  ' + _choices(WHEELS), '          a .gguf file, a Hugging Face folder']
-  lines += ['Drafters: ' + _choices(known_drafters()), '          a folder of ours or of another engine']
+  lines = ['Targets:  ' + _choices(WHEELS), '          a .gguf file, a Hugging Face folder, or org/name on its hub']
+  lines += ['Drafters: ' + _choices(known_drafters()), '          a folder of ours or another engine, org/name']
   lines += ['Shapes:   ' + _choices(random_pairs.NAMES) + ' (launch/cost.py --random_shape)']
   lines += [f'Cache:    {cache_folder()} (EAGLE_JAX_CACHE names another)', '']
   commands = [path for path in sorted(launch.glob('*.py')) if 'entry.run(' in path.read_text(encoding='utf-8')]

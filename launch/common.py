@@ -8,8 +8,8 @@ from eagle_jax.evaluate import random_pairs
 from eagle_jax.sharding import make_mesh
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
-flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name, ngram, or a folder; empty for none.')
+flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a name, folder, .gguf file or org/name[@revision].')
+flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a name, a folder, org/name[@revision]; empty: none.')
 DTYPES = 'float32', 'bfloat16', 'int8'
 flags.DEFINE_enum('dtype', 'float32', DTYPES, "The target's dtype; int8 rounds its matrices to 8 bits while loading.")
 flags.DEFINE_enum(

@@ -262,7 +262,7 @@ def cast(dtype):
     ),
     (cast(np.int8), 'model.embed_tokens.weight is stored as int8, and no scale'),
     (cast(ml_dtypes.float8_e4m3fn), '.weight is stored as float8_e4m3fn, and no scale'),
-    (lambda path: (path / 'model.safetensors.index.json').write_text('{"weight_map": {"a": 1}}'), 'of file names'),
+    (lambda path: (path / 'model.safetensors.index.json').write_text('{"weight_map": {"a": 1}}'), 'names of files'),
     (lambda path: (path / 'generation_config.json').write_text('[]'), 'an object is needed'),
   ],
 )
@@ -465,6 +465,8 @@ def test_bad_drafters(tmp_path, target, drafter):
     hub.load_drafter('smollm2-135m-eagle2', None)
   with pytest.raises(ValueError, match="Unknown drafter 'nobody'"):
     hub.load_drafter('nobody', target)
+  with pytest.raises(ValueError, match=r'head.gguf: heads in GGUF files'):
+    hub.load_drafter(tmp_path / 'head.gguf', target)
   with pytest.raises(ValueError, match='holds no config.json'):
     hub.load_drafter(tmp_path, target)
   hub.save_drafter(drafter, tmp_path / 'saved')

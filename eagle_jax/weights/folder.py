@@ -59,8 +59,9 @@ class _File(NamedTuple):
   names: frozenset[str] | None = None  # None: all
 
 
+WHOLE, PICKLED = 'model.safetensors', 'pytorch_model.bin'
 _INDEX = '.index.json'
-_WEIGHTS = 'model.safetensors', f'model.safetensors{_INDEX}', 'pytorch_model.bin', f'pytorch_model.bin{_INDEX}'
+_WEIGHTS = WHOLE, WHOLE + _INDEX, PICKLED, PICKLED + _INDEX
 
 
 def read_tensors(folder: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -100,13 +101,28 @@ def _weight_files(folder: Path) -> list[_File]:
 
 
 def _shards(folder: Path, index: Path) -> list[_File]:
+  files = _named_shards(folder, index)
+  if missing := [file.path.name for file in files if not file.path.is_file()]:
+    raise ValueError(f'{folder} lacks {missing}, of {len(files)} files that {index.name} names: fetch them.')
+  return files
+
+
+def named_shards(folder: Path) -> list[Path]:
+  """Return the files of safetensors that the folder's index names, there or not; none without an index."""
+  index = folder / (WHOLE + _INDEX)
+  return [file.path for file in _named_shards(folder, index)] if index.is_file() else []
+
+
+def _named_shards(folder: Path, index: Path) -> list[_File]:
   weight_map = read_json(index).get('weight_map')
-  if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-    raise ValueError(f'{index} has no "weight_map" object of file names: fetch it again.')
+  if not isinstance(weight_map, dict) or not all(_is_file_name(shard) for shard in weight_map.values()):
+    raise ValueError(f'{index} has no "weight_map" object of names of files beside it: fetch it again.')
   shards = sorted(set(weight_map.values()))
-  if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-    raise ValueError(f'{folder} lacks {missing}, of {len(shards)} files that {index.name} names: fetch them.')
   return [_File(folder / shard, frozenset(k for k, place in weight_map.items() if place == shard)) for shard in shards]
+
+
+def _is_file_name(name: Any) -> bool:
+  return isinstance(name, str) and name not in ('', '.', '..') and not {'/', '\\', '\0'} & {*name}
 
 
 def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str) -> dict[str, Any]:
