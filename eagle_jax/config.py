@@ -133,7 +133,6 @@ class _PlainLayer:
   rotary_dim: ClassVar[int | None] = None
   has_rope: ClassVar[bool] = True
   joint_qk_norm: ClassVar[bool] = False
-  mlp_bias: ClassVar[bool] = False
   has_input_norms: ClassVar[bool] = True
   has_output_norms: ClassVar[bool] = False
   norm_in_float32: ClassVar[bool] = False
@@ -152,7 +151,7 @@ class _HeadSizes(_PlainLayer):
   # Fields that older drafter folders lack: a missing one has its default.
   MAY_LACK: ClassVar[frozenset[str]] = frozenset({
     'rope_slowdown', 'rope_factor', 'rope_scaling', 'own_embedding', 'o_bias', 'qkv_bias', 'qk_norm', 'fc_bias',
-    'window', 'fc_norm', 'norm_before_fc', 'norm_output',
+    'window', 'fc_norm', 'norm_before_fc', 'norm_output', 'mlp_bias',
   })  # fmt: skip
 
   vocab_size: int  # of the target
@@ -171,6 +170,7 @@ class _HeadSizes(_PlainLayer):
   own_embedding: bool = dataclasses.field(default=False, kw_only=True)  # whether it brings one instead of the target's
   qkv_bias: bool = dataclasses.field(default=False, kw_only=True)
   o_bias: bool = dataclasses.field(default=False, kw_only=True)
+  mlp_bias: bool = dataclasses.field(default=False, kw_only=True)  # of the feed-forward network
 
   def _require_sizes(self) -> None:
     object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))

@@ -101,6 +101,7 @@ def scaled(name: str, path) -> dict:
     ('sglang', {'fc_norm': True, 'taps': (1, 2, 4, 5, 6)}),
     ('sglang', {'taps': ()}),
     ('speculators', {'norm_before_fc': True, 'norm_output': True, 'norm_before_residual': True, 'window': 3}),
+    ('speculators', {'mlp_bias': True, 'taps': (2, 3, 4)}),
     ('speculators', {'qk_norm': True, 'qkv_bias': True, 'o_bias': True, 'fc_norm': True, 'taps': (0, 6)}),
     *itertools.product(['sglang', 'speculators'], SCALINGS),
     ('safeailab', 'linear'),
@@ -120,7 +121,7 @@ def test_every_switch_that_a_layout_has_words_for_comes_back(target, tmp_path, l
   [
     ('safeailab', {'qkv_bias': True}),
     ('sglang', 'yarn'),
-    ('speculators', {'qkv_bias': True, 'o_bias': True}),
+    ('speculators', {'qkv_bias': True, 'o_bias': True, 'mlp_bias': True}),
     ('speculators', 'llama3'),
     ('safeailab', {'own_embedding': True}),
   ],
@@ -224,7 +225,7 @@ SPECULATORS = {'architectures': ['EagleSpeculator'], 'speculators_model_type': '
   [
     ({**SPECULATORS, 'speculators_model_type': 'mtp'}, "speculators_model_type 'mtp'.* is not supported"),
     ({**SPECULATORS, 'layernorms': True}, 'layernorms True'),
-    ({**SPECULATORS, 'transformer_layer_config': {'mlp_bias': True}}, 'transformer_layer_config.mlp_bias True'),
+    ({**SPECULATORS, 'transformer_layer_config': {'hidden_act': 'gelu'}}, 'transformer_layer_config.hidden_act'),
   ],
 )
 def test_speculators_that_are_refused(tmp_path, content, message):
@@ -431,6 +432,12 @@ CONFIGS = {
          max_window_layers=None, target_model_type='qwen3_vl_moe', pretraining_tp=1),
     'midlayer', 48, {'rope_slowdown': (), 'rope_theta': 5e6},
   ),
+  'deepseek-ai/eagle3_qwen3_8b_ttt7': (
+    {key: value for key, value in head(4096, 12_288, 32, 8, 128, 151_936, None, rope_theta=1_000_000).items() if value}
+    | {'architectures': ['Qwen3Eagle3Model'], 'model_type': 'qwen3', 'num_target_layers': 36, 'ttt_length': 7,
+       'target_layer_ids': [1, 9, 17, 25, 33], 'step_loss_decay': 0.8, 'layer_types': ['full_attention']} | NO_WINDOW,
+    'layers.0', 36, {'taps': (2, 10, 18, 26, 34), 'qk_norm': True, 'draft_vocab_size': None},
+  ),
   'AngelSlim qwen3-vl-4b': (
     head(2560, 9728, 32, 8, 128, 151_936, 32_000, architectures=['Eagle3LlamaForCausalLM'], rope_theta=5_000_000,
          rope_scaling={'type': 'default', 'rope_type': 'default'} | MROPE, tie_word_embeddings=True, modal_type='VLM',
@@ -464,8 +471,8 @@ def test_published_configs(tmp_path, name):
     (published(5120, 17_408, 32, 8, 248_320, architectures=['DFlashDraftModel'], block_size=16), 'DFlashDraftModel'),
     ({'speculators_model_type': 'dflash', 'architectures': ['DFlashDraftModel']}, "'dflash'"),
     (
-      published(4096, 12_288, 32, 8, 151_936, architectures=['Qwen3Eagle3Model'], target_layer_ids=[1, 9]),
-      'Qwen3Eagle3',
+      published(4096, 12_288, 32, 8, 151_936, architectures=['Gemma4Eagle3Model'], target_layer_ids=[1, 9]),
+      'Gemma4Eagle3',
     ),
   ],
 )

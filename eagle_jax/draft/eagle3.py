@@ -31,7 +31,7 @@ class Eagle3Head(nn.Module):
     if c.num_taps:
       self.fc = Linear((c.width,), c.fc_bias)
     self.embedding_norm, self.feature_norm, self.mlp_norm, self.norm = (RMSNorm(c.norm_eps) for _ in range(4))
-    self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width)
+    self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width, c.mlp_bias)
 
   def fuse(self, taps: tuple[jax.Array, ...]) -> jax.Array:
     """Fuse the taps, each [target width, R], into features [D, R]."""

@@ -187,7 +187,7 @@ def _speculators(algorithm: str, config: HeadConfig, target: TargetConfig) -> di
       'proposal_methods': [proposal],
       'verifier': {'name_or_path': target.name, 'architectures': []},
     },
-    'transformer_layer_config': _llama_content(config, target),
+    'transformer_layer_config': _llama_content(config, target) | _given(config, 'mlp_bias'),
   }
 
 
@@ -233,13 +233,13 @@ LAYOUTS: dict[str, dict[str, Form]] = {
   'speculators': {
     'eagle2': Form(
       _speculators_eagle,
-      says=frozenset({'fc_bias', 'qkv_bias', 'o_bias'}),
+      says=frozenset({'fc_bias', 'qkv_bias', 'o_bias', 'mlp_bias'}),
       scalings=_SCALINGS,
       rename={'layers.0.': 'transformer.', 'fc.': 'fusion_fc.'},
     ),
     'eagle3': Form(
       _speculators_eagle3,
-      says=_EAGLE_31 | {'norm_before_residual', 'own_embedding', 'qkv_bias', 'o_bias', 'qk_norm', 'window'},
+      says=_EAGLE_31 | {'norm_before_residual', 'own_embedding', 'qkv_bias', 'o_bias', 'mlp_bias', 'qk_norm', 'window'},
       scalings=_SCALINGS,
       names_ids=True,
     ),

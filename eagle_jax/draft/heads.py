@@ -40,6 +40,7 @@ _EAGLE3_ARCHITECTURES = frozenset({
   'LlamaForCausalLM', 'LlamaForCausalLMEagle3', 'Eagle3LlamaForCausalLM', 'Eagle3Speculator', 'Eagle3DraftModel',
   'LlamaEagle3DraftModel',
 })  # fmt: skip
+_DEEPSPEC = 'Qwen3Eagle3Model'
 
 
 def _is_eagle3(content: Mapping[str, Any]) -> bool:
@@ -127,13 +128,12 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
     _read_past(keys, layer, _WINDOW)  # none of these engines gives it a window
   fields = _llama_fields(folder, layer)
   _require(folder, keys, 'truncated_vocab_size', (fields['vocab_size'],), 'which ids it drafts would not be known')
-  has_biases = layer.flag('attention_bias')  # of the output projection, too
-  has_qkv_bias = layer.flag('qkv_bias', architecture == 'Qwen2ForCausalLMEagle')
+  biases = _biases(layer)
+  biases['qkv_bias'] |= layer.flag('qkv_bias', architecture == 'Qwen2ForCausalLMEagle')
   config = DrafterConfig(
     **fields,
+    **biases,
     fc_bias=has_fc_bias,
-    qkv_bias=has_biases or has_qkv_bias,
-    o_bias=has_biases,
     draft_vocab_size=len(_written_ids(folder)) or None,
     name=folder.name,
   )
@@ -150,15 +150,17 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   if not _is_eagle3(content):
     return None
   keys, names = Keys(content), read_names(folder)
-  _require_architecture(folder, keys, _EAGLE3_ARCHITECTURES)
-  is_midlayer = _SPECULATORS not in keys and (not names or any('midlayer.' in name for name in names))
-  layer, window, has_biases = _eagle3_layer(folder, keys, is_midlayer)
+  _require_architecture(folder, keys, _EAGLE3_ARCHITECTURES | {_DEEPSPEC})
+  is_deepspec = _DEEPSPEC in keys.get('architectures', [])
+  is_other = is_deepspec or _SPECULATORS in keys
+  is_midlayer = not is_other and (not names or any('midlayer.' in name for name in names))
+  layer, window = _eagle3_layer(folder, keys, is_midlayer, is_deepspec)
   nested = keys.nested('eagle_config')
   fields = _llama_fields(folder, layer)
   num_ids = _same_everywhere(folder, 'draft_vocab_size', keys, keys, 'truncated_vocab_size') or fields['vocab_size']
   target_width = int(keys.get('target_hidden_size', fields['width']))
   is_trained = keys.flag('embed_requires_grad')  # its embedding
-  taps = _taps(folder, keys, nested, target.num_layers)
+  taps = _deepspec_taps(folder, keys, target) if is_deepspec else _taps(folder, keys, nested, target.num_layers)
   _require(folder, keys, 'num_aux_hidden_states', (3 if taps is None else len(taps),), 'which they are is not said')
   if not nested.flag('use_aux_hidden_state', True):
     taps = ()
@@ -170,9 +172,8 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
     draft_vocab_size=None if num_ids == fields['vocab_size'] else int(num_ids),
     own_embedding=is_trained or target_width != fields['width'],
     fc_bias=keys.flag('bias'),
-    qkv_bias=has_biases,
-    o_bias=has_biases,
-    qk_norm=_SPECULATORS in keys and layer['model_type'] == 'qwen3',
+    **({} if is_midlayer else _biases(layer)),
+    qk_norm=is_deepspec or (_SPECULATORS in keys and layer['model_type'] == 'qwen3'),
     window=window,
     norm_before_fc=_is_on(folder, 'norm_before_fc', keys, nested),
     norm_before_residual=keys.flag('norm_before_residual'),
@@ -184,21 +185,30 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   return config
 
 
-def _eagle3_layer(folder: Path, keys: Keys, is_midlayer: bool) -> tuple[Keys, int | None, bool]:
-  """The keys of the layer, its window, and whether the four projections of attention have biases."""
+def _eagle3_layer(folder: Path, keys: Keys, is_midlayer: bool, is_deepspec: bool) -> tuple[Keys, int | None]:
+  """The keys of the layer, and its window."""
   if _SPECULATORS in keys:
     layer = _speculators_layer(folder, keys)
     if 'norm_before_residual' not in keys:
       raise ValueError(
         f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
       )
-    return layer, _window(folder, layer), layer.flag('attention_bias')
+    return layer, _window(folder, layer)
   if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window or biases
-    _read_past(keys, keys, (*_WINDOW, 'num_hidden_layers', 'attention_bias'))
-    return keys, None, False
-  _refuse_window(folder, keys)
+    _read_past(keys, keys, (*_WINDOW, 'num_hidden_layers', 'attention_bias', 'mlp_bias'))
+    return keys, None
+  if is_deepspec:  # which copies the target's keys too, and never has a window
+    _read_past(keys, keys, _WINDOW)
+  else:
+    _refuse_window(folder, keys)
   _require(folder, keys, 'num_hidden_layers', (1,), 'only heads of one layer are')
-  return keys, None, keys.flag('attention_bias')
+  return keys, None
+
+
+def _biases(layer: Keys) -> dict[str, Any]:
+  """Which biases a layer has that is made of a Llama's or a Qwen3's parts."""
+  has_biases = layer.flag('attention_bias')  # of the output projection, too
+  return {'qkv_bias': has_biases, 'o_bias': has_biases, 'mlp_bias': layer.flag('mlp_bias')}
 
 
 def _same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> Any:
@@ -291,6 +301,18 @@ def _taps(folder: Path, keys: Keys, nested: Keys, num_layers: int) -> tuple[int,
   if above and inputs and above != inputs:
     raise ValueError(f'{folder}/config.json contradicts itself: {TAPS} is {above}, in eagle_config {inside}.')
   return above or inputs or None
+
+
+def _deepspec_taps(folder: Path, keys: Keys, target: TargetConfig) -> tuple[int, ...]:
+  """Return the layers whose inputs DeepSpec's head reads: its list counts layers by what comes out of them."""
+  listed = tuple(int(layer) for layer in keys.get('target_layer_ids', []))
+  last = target.num_layers - 1
+  if not listed or not all(0 <= layer < last for layer in listed):
+    raise ValueError(
+      f'{folder}: target_layer_ids {[*listed]} is not supported: layers from 0 to {last - 1} are needed. What comes '
+      f'out of layer {last}, the last, DeepSpec took before the final norm in some versions and after it in others.'
+    )
+  return tuple(layer + 1 for layer in listed)
 
 
 def _written_ids(folder: Path) -> list[int]:

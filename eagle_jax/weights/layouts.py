@@ -79,7 +79,7 @@ NEUTRAL: dict[str, Neutral] = {
   'parallel_drafting': Neutral(_OFF, 'how it drafts: all tokens in one pass (P-EAGLE)'),
   'eagle_decoder_type': Neutral(('llama',), 'the kind of its layer'),
   'hot_vocab_size': Neutral((), 'the ids that it drafts, which a token map beside it names'),
-  'target_layer_ids': Neutral((), 'the layers of the target that it reads, by the rules of DeepSpec'),
+  'target_layer_ids': Neutral((), 'the layers of the target that it reads, as DeepSpec counts them'),
   # Model-Optimizer's switches.
   'next_layer_regular': Neutral((True,), 'the layers after the first'),
   'use_input_layernorm_in_first_layer': Neutral((True,), "the norm of the layer's input"),

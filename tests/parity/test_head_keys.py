@@ -24,6 +24,7 @@ from torch_heads import (
   THETA,
   TOKENS,
   D,
+  F,
   K,
   Switches,
   U,
@@ -74,6 +75,12 @@ def without(name: str) -> dict:
   return {key: value for key, value in eagle3_weights().items() if key != name}
 
 
+def deepspec_weights() -> dict:
+  ours = {'fc.weight': (D, 5 * D), 'lm_head.weight': (V, D)}
+  head_norms = {f'layers.0.self_attn.{name}_norm.weight': (K,) for name in 'qk'}
+  return {k: x for k, x in eagle3_weights().items() if k not in ('d2t', 't2d')} | weights(ours | head_norms)
+
+
 def nested(*ids, **more) -> dict:
   return {'eagle_config': {'eagle_aux_hidden_state_layer_ids': [*ids], 'use_aux_hidden_state': True} | more}
 
@@ -115,6 +122,14 @@ WRITERS = {
     | {'num_aux_hidden_states': 3, 'fc_norm': False, 'norm_output': False} | nested(1, 3, 4),
     lambda: without('t2d'), {'layers.0.': 'model.layers.0.', 'fc': 'model.fc', 'norm.': 'model.norm.'}, (2, 4, 5),
   ),
+  'DeepSpec': Writer(
+    CONFIG | HF | {
+      'architectures': ['Qwen3Eagle3Model'], 'model_type': 'qwen3', 'head_dim': K, 'attention_bias': False,
+      'target_layer_ids': [1, 2, 3, 4, 5], 'num_target_layers': N, 'ttt_length': 7, 'step_loss_decay': 0.8,
+      'layer_types': ['full_attention'], 'sliding_window': None, 'use_sliding_window': False, 'max_window_layers': 36,
+    },
+    deepspec_weights, {}, (2, 3, 4, 5, 6),
+  ),
   'speculators 0.4': Writer(
     SPECULATORS | {
       'architectures': ['Eagle3DraftModel'], 'speculators_model_type': 'eagle3', 'speculators_version': '0.4.0',
@@ -125,6 +140,7 @@ WRITERS = {
   ),
 }  # fmt: skip
 EAGLE3 = [name for name, writer in WRITERS.items() if writer.taps]
+THREE_TAPS = [name for name in EAGLE3 if len(WRITERS[name].taps) == 3]
 
 
 def changed(content: dict, changes: dict) -> dict:
@@ -192,7 +208,7 @@ def same(a, b) -> bool:
 
 READ = {  # by some reader of heads
   'architectures', 'model_type', 'speculators_model_type', 'max_position_embeddings', 'attention_bias',
-  'sliding_window', 'use_sliding_window',
+  'sliding_window', 'use_sliding_window', 'mlp_bias', 'target_layer_ids',
 }  # fmt: skip
 
 
@@ -268,6 +284,9 @@ def biases(*names: str) -> dict:
   return weights({f'layers.0.self_attn.{name}_proj.bias': (sizes[name],) for name in names})
 
 
+MLP_BIASES = weights({f'layers.0.mlp.{name}_proj.bias': (n,) for name, n in (('gate', F), ('up', F), ('down', D))})
+
+
 def norms(*names: str, width: int = D) -> dict:
   return {f'{name}.weight': x + 1 for name, x in zip(names, told((len(names), width)), strict=True)}
 
@@ -281,7 +300,7 @@ HEAD_NORMS = norms('layers.0.self_attn.q_norm', 'layers.0.self_attn.k_norm', wid
 EVERY, FLAT = [*WRITERS], ['SpecForge', 'AngelSlim', 'SafeAILab', 'Model-Optimizer', 'AutoModel']
 ONE_LAYER = ['Model-Optimizer', 'AutoModel']
 MIDLAYERS = ['SpecForge', 'AngelSlim', 'SafeAILab']
-V04 = ['speculators 0.4']
+V04, DEEPSPEC = ['speculators 0.4'], ['DeepSpec']
 EAGLE2 = [name for name in WRITERS if name not in EAGLE3]
 
 # Writers, changes of config.json below `layer:` or as they stand, more weights, and what the rendering does then.
@@ -298,13 +317,13 @@ SWITCHES: list[tuple[list[str], dict, dict, dict[str, Any]]] = [
   (V04, {'norm_before_residual': False}, {}, {'norm_before_residual': False}),
   (MIDLAYERS + ONE_LAYER + V04, {'norm_output': True}, {}, {'norm_output': True}),
   (ONE_LAYER + V04, {'norm_output': False}, {}, {}),
-  (EAGLE3, {'fc_norm': True}, norms('fc_norm.0', 'fc_norm.1', 'fc_norm.2'), {'fc_norm': True}),
+  (THREE_TAPS, {'fc_norm': True}, norms('fc_norm.0', 'fc_norm.1', 'fc_norm.2'), {'fc_norm': True}),
   (FLAT[:4], {'use_aux_norm': True}, norms('aux_norm_low', 'aux_norm_mid', 'aux_norm_high'), {'fc_norm': True}),
-  (EAGLE3, {'fc_norm': True, 'norm_output': True}, norms('fc_norm.0', 'fc_norm.1', 'fc_norm.2'),
+  (THREE_TAPS, {'fc_norm': True, 'norm_output': True}, norms('fc_norm.0', 'fc_norm.1', 'fc_norm.2'),
    {'fc_norm': True, 'norm_output': True}),
   (MIDLAYERS, {'num_hidden_layers': 36}, {}, {}),
   (MIDLAYERS, {'layer_types': ['sliding_attention'], 'sliding_window': 2, 'use_sliding_window': True}, {}, {}),
-  (MIDLAYERS, {'attention_bias': True}, {}, {}),
+  (MIDLAYERS, {'attention_bias': True, 'mlp_bias': True}, {}, {}),
   (EVERY, {'layer:rope_scaling': yarn()}, {}, YARN),
   (EVERY, {'layer:rope_parameters': yarn(factor=None, original_max_position_embeddings=None),
            'layer:max_position_embeddings': 256, 'layer:original_max_position_embeddings': 64}, {}, YARN),
@@ -312,10 +331,13 @@ SWITCHES: list[tuple[list[str], dict, dict, dict[str, Any]]] = [
    {'slowed': by_yarn(4, 64, fast=4, slow=0.5, truncate=False), 'rope_factor': 1.5}),
   (EVERY, {'layer:rope_scaling': yarn(mscale=2.0, mscale_all_dim=0.5)}, {},
    YARN | {'rope_factor': growth(4, 2.0) / growth(4, 0.5)}),
-  (EAGLE3, {'norm_before_fc': True}, norms('input_norm', width=3 * D), {'norm_before_fc': True}),
+  (THREE_TAPS, {'norm_before_fc': True}, norms('input_norm', width=3 * D), {'norm_before_fc': True}),
   (ONE_LAYER, {'eagle_config.norm_before_fc': True}, norms('input_norm', width=3 * D), {'norm_before_fc': True}),
   (FLAT, {'bias': True}, weights({'fc.bias': (D,)}), {}),
-  (ONE_LAYER + V04, {'layer:attention_bias': True}, biases('q', 'k', 'v', 'o'), {}),
+  (ONE_LAYER + V04 + DEEPSPEC, {'layer:attention_bias': True}, biases('q', 'k', 'v', 'o'), {}),
+  (EAGLE2 + ONE_LAYER + V04, {'layer:mlp_bias': True}, MLP_BIASES, {}),
+  (DEEPSPEC, {'layer_types': ['sliding_attention'], 'sliding_window': 2, 'use_sliding_window': True}, {}, {}),
+  (DEEPSPEC, {'target_layer_ids': [0, 3, 6]}, weights({'fc.weight': (D, 3 * D)}), {'taps': (1, 4, 7)}),
   (EAGLE2, {'layer:attention_bias': True}, biases('q', 'k', 'v', 'o'), {}),
   (V04, {'layer:model_type': 'qwen3', 'layer:head_dim': K}, HEAD_NORMS, {}),
   (V04, {'layer:model_type': None, 'layer:head_dim': K, 'speculators_version': '0.7.1.dev2'}, HEAD_NORMS, {}),
@@ -374,7 +396,7 @@ REFUSED: list[tuple[list[str], dict, str]] = [
   (V04, {'norm_before_residual': None}, 'norm_before_residual'),
   (V04, {'layer:model_type': None, 'speculators_version': None}, 'model_type'),
   (V04, {'layer:num_hidden_layers': 2}, 'num_hidden_layers'),
-  (ONE_LAYER, {'num_hidden_layers': 2}, 'num_hidden_layers'),
+  (ONE_LAYER + DEEPSPEC, {'num_hidden_layers': 2}, 'num_hidden_layers'),
   (EVERY, {'layer:rope_scaling': {'rope_type': 'dynamic', 'factor': 2.0}}, 'rope_scaling'),
   (EVERY, {'layer:rope_scaling': {'rope_type': 'longrope', 'factor': 2.0}}, 'rope_scaling'),
   (EVERY, {'layer:rope_scaling': LINEAR, 'layer:rope_parameters': LLAMA3}, 'rope_parameters'),
@@ -382,15 +404,22 @@ REFUSED: list[tuple[list[str], dict, str]] = [
   (EVERY, {'layer:rope_scaling': LINEAR | {'partial_rotary_factor': 0.5}}, 'partial_rotary_factor'),
   (EVERY, {'layer:rope_scaling': LINEAR | {'beta_fast': 2}}, 'beta_fast'),
   (EVERY, {'architectures': ['Eagle3DeepseekV2ForCausalLM']}, 'architectures'),
-  (EAGLE3, {'num_aux_hidden_states': 5}, 'num_aux_hidden_states'),
+  (EAGLE3, {'num_aux_hidden_states': 7}, 'num_aux_hidden_states'),
   (EAGLE3, {'num_target_layers': 40}, 'num_target_layers'),
-  (EAGLE3, {'truncated_vocab_size': U + 1}, 'truncated_vocab_size'),
+  (THREE_TAPS, {'truncated_vocab_size': U + 1}, 'truncated_vocab_size'),
   (EAGLE3, {'bias': True}, 'fc.bias: missing'),
   (EAGLE3, {'norm_before_fc': True}, 'input_norm.weight: missing'),
   (EAGLE3, {'norm_before_fc': True, 'fc_norm': True}, 'norm_before_fc.* and .*fc_norm'),
   (ONE_LAYER, {'norm_before_fc': True, 'eagle_config.norm_before_fc': False}, 'norm_before_fc'),
   (ONE_LAYER, {'layer_types': ['sliding_attention'], 'sliding_window': 2}, 'layer_types'),
-  (ONE_LAYER + V04, {'layer:attention_bias': True}, 'o_proj.bias: missing'),
+  (ONE_LAYER + V04 + DEEPSPEC, {'layer:attention_bias': True}, 'o_proj.bias: missing'),
+  (EAGLE2 + ONE_LAYER + V04, {'layer:mlp_bias': True}, 'up_proj.bias: missing'),
+  (THREE_TAPS, {'target_layer_ids': [1, 2, 3]}, 'target_layer_ids'),
+  (DEEPSPEC, {'target_layer_ids': [1, N - 1]}, 'target_layer_ids'),
+  (DEEPSPEC, {'target_layer_ids': [-1, 2]}, 'target_layer_ids'),
+  (DEEPSPEC, {'target_layer_ids': None}, 'target_layer_ids'),
+  (DEEPSPEC, {TAPS: [1, 2, 3]}, TAPS),
+  (DEEPSPEC, {'architectures': ['Gemma4Eagle3Model']}, 'architectures'),
   (V04, {'layer:layer_types': ['sliding_attention']}, 'layer_types'),
   (V04, {'layer:layer_types': ['chunked_attention'], 'layer:sliding_window': 2}, 'layer_types'),
   (V04, {'layer:use_sliding_window': True, 'layer:sliding_window': 2}, 'use_sliding_window'),
@@ -416,7 +445,7 @@ def test_what_is_not_supported_is_refused_by_name(load, name, changes, key):
 FLAGS = [
   (EAGLE3, ['norm_output', 'norm_before_residual', 'norm_before_fc', 'fc_norm', 'use_aux_norm', 'bias']),
   (EAGLE3, ['embed_requires_grad', 'eagle_config.use_aux_hidden_state', 'eagle_config.norm_before_fc']),
-  (ONE_LAYER + V04 + EAGLE2, ['layer:attention_bias']),
+  (ONE_LAYER + V04 + EAGLE2, ['layer:attention_bias', 'layer:mlp_bias']),
   (EAGLE2[:2], ['bias', 'qkv_bias']),
   (EAGLE2[2:], ['fusion_bias']),
 ]

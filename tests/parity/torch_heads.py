@@ -74,8 +74,10 @@ def attention(w, x, s):
 
 
 def mlp(w, x):
-  gate, up, down = (w[f'layers.0.mlp.{name}_proj.weight'] for name in ('gate', 'up', 'down'))
-  return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+  def project(name, x):
+    return x @ w[f'layers.0.mlp.{name}_proj.weight'].T + w.get(f'layers.0.mlp.{name}_proj.bias', 0)
+
+  return project('down', torch.nn.functional.silu(project('gate', x)) * project('up', x))
 
 
 def eagle_outputs(w, e, f, s):
