@@ -218,6 +218,25 @@ class DrafterConfig(_HeadSizes):
 
 
 @dataclasses.dataclass(frozen=True)
+class EagleTapsConfig(DrafterConfig):
+  """The EAGLE-2 head that also reads normed inputs of middle layers of the target, where the target gives features.
+
+  Without its taps it is the head of `DrafterConfig`, which it may be trained on from.
+  """
+
+  taps: tuple[int, ...] = dataclasses.field(kw_only=True)  # as in `Eagle3Config`
+
+  def __post_init__(self):
+    self._require_sizes()
+    object.__setattr__(self, 'taps', tuple(int(layer) for layer in self.taps))
+    if not self.taps or min(self.taps) < 0:
+      raise ValueError(f'EagleTapsConfig: `taps` must be layers numbered from 0, one or more, got {self.taps}.')
+
+  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
+    return _require_layers(self, self.taps, num_layers)
+
+
+@dataclasses.dataclass(frozen=True)
 class Eagle3Config(_HeadSizes):
   """The EAGLE-3 head: one decoder layer over embeddings and fused features of three target layers, and its own head.
 
@@ -274,12 +293,16 @@ class Eagle3Config(_HeadSizes):
       ValueError: the target has too few layers.
     """
     taps = (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
-    if not all(0 <= layer <= num_layers for layer in taps):
-      raise ValueError(
-        f'Drafter {self.name!r} reads the inputs of layers {taps}, but this target has only {num_layers} layers: load '
-        'the target that the drafter was trained for.'
-      )
-    return taps
+    return _require_layers(self, taps, num_layers)
+
+
+def _require_layers(drafter: Any, taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+  if not all(0 <= layer <= num_layers for layer in taps):
+    raise ValueError(
+      f'Drafter {drafter.name!r} reads the inputs of layers {taps}, but this target has only {num_layers} layers: load '
+      'the target that the drafter was trained for.'
+    )
+  return taps
 
 
 def require_match(drafter: DrafterConfig | Eagle3Config, target: TargetConfig) -> None:

@@ -22,6 +22,7 @@ flags.DEFINE_string('prompts', None, 'File with a prompt or conversation a line,
 flags.DEFINE_string('out', None, 'Run folder for shards of answers, checkpoints, metrics and the drafter.')
 flags.DEFINE_string('variant', None, 'One of the VARIANTS of the configuration.')
 flags.DEFINE_string('initial', None, 'Drafter to start from: a shipped name or a folder; default: random weights.')
+flags.DEFINE_string('vocabulary', None, 'JSON file, {"ids": [...]}, of ids to draft; default: those most frequent.')
 flags.DEFINE_integer('report_every', 100, 'Number of steps between evaluations with a checkpoint.', lower_bound=1)
 flags.DEFINE_integer(
   'num_model', 1, 'Number of devices that share one copy of the model; the others split the batch.', lower_bound=1
@@ -46,6 +47,7 @@ def main(_):
       shards=out / 'shards',
       prompts=FLAGS.prompts and str(Path(FLAGS.prompts).expanduser()),
       initial=FLAGS.initial,
+      vocabulary=FLAGS.vocabulary,
       mesh=mesh if mesh.size > 1 else None,
       report_every=FLAGS.report_every,
       command='launch/train.py ' + ' '.join(sys.argv[1:]),

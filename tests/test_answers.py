@@ -76,13 +76,16 @@ def expected(target):
 
 @pytest.mark.parametrize(('num_rows', 'num_refill'), [(4, 2), (1, 1)])
 def test_answers_are_those_of_generate(target, expected, num_rows, num_refill):
-  answerer = Answerer(target, **SIZES | {'num_rows': num_rows, 'num_refill': num_refill}, seed=5)
+  answerer = Answerer(target, **SIZES | {'num_rows': num_rows, 'num_refill': num_refill}, seed=5, taps=(1,))
   answers = list(answerer.answer(requests(14)))
   assert {answer.request.id: answer.token.tolist() for answer in answers} == expected
   assert len({len(token) for token in expected.values()}) > 3  # they end in different steps
   for answer in answers:
     seen = answer.request.token + answer.token.tolist()[:-1]
-    np.testing.assert_allclose(answer.feature.astype(np.float32), whole_pass(target, seen), rtol=1e-2, atol=1e-2)
+    feature, tap = np.split(answer.feature.astype(np.float32), 2, axis=1)
+    np.testing.assert_allclose(feature, whole_pass(target, seen), rtol=1e-2, atol=1e-2)
+    rms = np.sqrt(np.square(tap).mean(axis=1, keepdims=True))  # the tapped layer feeds the norm, whose scales are 1
+    np.testing.assert_allclose(tap / rms, feature, rtol=2e-2, atol=2e-2)
 
 
 def test_answers_without_features(target, expected):

@@ -17,10 +17,8 @@ import tiny
 from eagle_jax import decode, device
 from eagle_jax.bench import tune
 from eagle_jax.bench.plots import plot_costs
-from eagle_jax.config import Eagle3Config
 from eagle_jax.decode import auto
 from eagle_jax.decode.program import Program
-from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.evaluate.trace import Nodes, Traced, trace
 from eagle_jax.policy import cost_store
@@ -287,17 +285,10 @@ def test_trace_of_adaptive_policy_matches_decoding(here):
   target, drafter, policy = tiny.target(), tiny.drafter(), COSTS.policies[0].policy
   cost_store.write(COSTS)
   prompts = [[1, 2, 3], [4]]
-  answers = tune.plain_answers(target, prompts, max_new_tokens=9, temperature=0.0)
+  answers = tune.plain_answers(target, drafter, prompts, max_new_tokens=9, temperature=0.0)
   decoded = [decode.generate(target, drafter, [prompt], max_new_tokens=9, policy=policy) for prompt in prompts]
   traced = trace(target, drafter, answers, policy=policy, num_rows=1)
   assert traced.num_accepted == [out.num_accepted[0] for out in decoded]
-
-
-def test_tune_refuses_eagle3_head_before_decoding():
-  sizes = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
-  drafter = Drafter(Eagle3Config(**sizes, target_width=32, taps=(0, 0, 0)), {})
-  with pytest.raises(ValueError, match=r'cannot be traced.*\(0, 0, 0\)'):
-    tune.tune(tiny.target(), drafter, [[1, 2, 3]])
 
 
 def test_build_refuses_adaptive_policy_without_costs(here):

@@ -29,8 +29,8 @@ ORDER = {
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),
   'draft': (
-    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle3', 'drafter', 'tables', 'heads',
-    'export', 'kinds',
+    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'drafter', 'tables',
+    'heads', 'export', 'kinds',
   ),
   'decode': (
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
 from eagle_jax.decode.generate import generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.eagle3 import Eagle3
+from eagle_jax.draft.eagle_taps import EagleTaps
 from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.features import split_taps
 from eagle_jax.hub import load_drafter, save_drafter
-from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Taps, Target, TransformerTarget
 from eagle_jax.policy.trees import Chain
 from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
@@ -33,7 +36,7 @@ from eagle_jax.train.flops import step_flops
 from eagle_jax.train.loop import begin, evaluate_all, frozen_inputs, train, with_features
 from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_correct, rollout
 from eagle_jax.train.shards import Data
-from eagle_jax.train.step import Objective, Recipe, Rows, distill, evaluate, train_step
+from eagle_jax.train.step import Heads, Objective, Recipe, Rows, distill, evaluate, train_step
 from killing import run_killed, run_to_the_end, same
 
 CONFIG = TargetConfig(
@@ -75,9 +78,9 @@ def whole_pass(params, token_L):
   return np.asarray(taps.feature[:, 0].T.astype(jnp.bfloat16))
 
 
-def example(rng, num_places, num_prompt, number=0):
+def example(rng, num_places, num_prompt, number=0, num_taps=0):
   tokens = rng.integers(0, 31, num_places + 1).astype(np.int32)
-  feature = rng.normal(size=(num_places, 16)).astype(jnp.bfloat16)
+  feature = rng.normal(size=(num_places, 16 * (1 + num_taps))).astype(jnp.bfloat16)
   return Example(number, tokens, np.arange(num_places + 1) >= num_prompt, feature)
 
 
@@ -112,7 +115,8 @@ def test_by_chunks_changes_neither_losses_nor_gradients():
   weight_dBL = jnp.float32(rng.uniform(size=(2, 3, 8)))
 
   def row_losses(head_UD, out_DdBL, rows):
-    return distill(Objective(top_k=3, top_k_cross_entropy=0.5), head_UD, out_DdBL, Rows(*rows))
+    heads = Heads(head_UD, head_UD, jnp.arange(9))
+    return distill(Objective(top_k=3, top_k_cross_entropy=0.5), heads, out_DdBL, Rows(*rows))
 
   def total(out_DdBL, function):
     loss_dBL, other = function(head_UD, out_DdBL, rows)
@@ -162,12 +166,12 @@ def test_frequent_ids_come_from_answers_and_hold_the_forced():
 
 
 @functools.partial(jax.jit, static_argnames=('network', 'num_steps'))
-def chain_by_decoding(params, packed: Packed, feature_DL, row, *, network, num_steps: int):
+def chain_by_decoding(params, packed: Packed, taps: Taps, row, *, network, num_steps: int):
   """[num_steps, D]: outputs of a chain drafted from `row` of a single text, by the drafter's own cache."""
-  num_places = feature_DL.shape[1]
+  num_places = taps.feature.shape[2]
   cache = kv_cache.init(network.config, num_layers=1, batch=1, num_slots=num_places, dtype=jnp.float32)
   causal_1LL = jnp.tri(num_places, dtype=bool)[None]
-  inputs = packed.next_token, feature_DL[:, None], packed.position, causal_1LL
+  inputs = packed.next_token, network.fuse_taps(params, taps), packed.position, causal_1LL
   out_D1L, (keys, values) = network.forward(params, *inputs, cache)
   cache = kv_cache.append(cache, kv_cache.NewEntries((keys,), (values,)), jnp.atleast_1d(row + 1))
   outs = [jax.lax.dynamic_index_in_dim(out_D1L[:, 0], row, axis=1, keepdims=False)]
@@ -176,27 +180,37 @@ def chain_by_decoding(params, packed: Packed, feature_DL, row, *, network, num_s
     token_11, position_11 = (
       jax.lax.dynamic_slice_in_dim(x, row + step, 1, axis=1) for x in (packed.next_token, packed.position)
     )
-    inputs = token_11, outs[-1][:, None, None], position_11, jnp.ones((1, 1, step), bool)
+    feature_D11 = network.next_feature(params, outs[-1][:, None, None])
+    inputs = token_11, feature_D11, position_11, jnp.ones((1, 1, step), bool)
     out_D11, drafted = network.forward(params, *inputs, cache, drafted)
     outs.append(out_D11[:, 0, 0])
   return jnp.stack(outs)
 
 
-@pytest.mark.parametrize('is_leaky', [False, True])
-def test_a_rollout_is_what_drafting_position_by_position_gives(is_leaky):
+SIZES = {'vocab_size': 31, 'width': 16, 'num_heads': 2, 'num_kv_heads': 1, 'head_dim': 8, 'ffn_width': 32}
+NETWORKS = {
+  'eagle2': Eagle(DRAFTER),
+  'eagle2-taps': EagleTaps(EagleTapsConfig(**SIZES, taps=(0, 1))),
+  'eagle3': Eagle3(Eagle3Config(**SIZES, target_width=16, taps=(0, 1), fc_norm=True, norm_output=True)),
+}
+
+
+@pytest.mark.parametrize(('kind', 'is_leaky'), [('eagle2', True), *((kind, False) for kind in NETWORKS)])
+def test_a_rollout_is_what_drafting_position_by_position_gives(kind, is_leaky):
   """Every step of every row, for a text alone and behind another one in the same row; the leaky mask is caught."""
-  rng = np.random.default_rng(4)
-  first, second = example(rng, 5, 1), example(rng, 11, 1)
-  network = Eagle(DRAFTER)
+  rng, network = np.random.default_rng(4), NETWORKS[kind]
+  num_taps = len(network.config.tapped_layers(1))
+  first, second = (example(rng, num_places, 1, num_taps=num_taps) for num_places in (5, 11))
   params = {**network.init_params(jax.random.key(0)), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
+  params |= {'taps': jax.tree.map(lambda x: x + 0.3, params['taps'])} if 'taps' in params else {}
   alone, both = pack([[second]], num_places=11), pack([[first, second]], num_places=16)
-  features = [jnp.float32(packed.feature).transpose(2, 0, 1) for packed in (alone, both)]
+  features = [split_taps(jnp.float32(packed.feature), 16) for packed in (alone, both)]
   steps = [
-    rollout(params, feature, packed, network=network, num_steps=4, is_leaky=is_leaky)
-    for feature, packed in zip(features, (alone, both), strict=True)
+    rollout(params, taps, packed, network=network, num_steps=4, is_leaky=is_leaky)
+    for taps, packed in zip(features, (alone, both), strict=True)
   ]
   for row in range(11 - 4):
-    expected_SD = chain_by_decoding(params, alone, features[0][:, 0], row, network=network, num_steps=4)
+    expected_SD = chain_by_decoding(params, alone, features[0], row, network=network, num_steps=4)
     for step in range(4):
       ours = steps[0][:, step, 0, row + step], steps[1][:, step, 0, 5 + row + step]
       for out_D in ours:
@@ -213,10 +227,10 @@ def test_gradients_stop_between_steps_only_if_detached():
   params = {**network.init_params(jax.random.key(0)), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
   feature_DBL = jnp.float32(packed.feature).transpose(2, 0, 1)
 
-  first_DBL = rollout(params, feature_DBL, packed, network=network, num_steps=1)[:, 0]
+  first_DBL = rollout(params, Taps(feature_DBL), packed, network=network, num_steps=1)[:, 0]
 
   def last_step(feature_DBL, is_detached):
-    out_DdBL = rollout(params, feature_DBL, packed, network=network, num_steps=2, is_detached=is_detached)
+    out_DdBL = rollout(params, Taps(feature_DBL), packed, network=network, num_steps=2, is_detached=is_detached)
     return out_DdBL[:, 1, 0, 8].sum()
 
   def with_constant_input(feature_DBL):
@@ -264,7 +278,7 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
   for e in examples:
     packed, feature_DL = pack([[e]], num_places=32), jnp.pad(jnp.float32(e.feature).T, ((0, 0), (0, 8)))
     for row in range(len(e.feature) - 1):
-      out_SD = chain_by_decoding(params, packed, feature_DL, row, network=network, num_steps=3)
+      out_SD = chain_by_decoding(params, packed, Taps(feature_DL[:, None]), row, network=network, num_steps=3)
       steps = min(3, len(e.feature) - 1 - row)
       agrees = np.argmax(np.asarray(frozen.head @ out_SD.T), axis=0)[:steps] == packed.label[0, row : row + steps]
       hits[:steps] += np.cumprod(agrees)
@@ -659,7 +673,8 @@ def test_a_recipe_is_checked(changes, message):
 
 
 def test_data_of_which_nothing_was_made_may_be_made_of_other_prompts(target, tmp_path, monkeypatch):
-  asked = functools.partial(whole_run._gather, target, {'TARGET': 'x', 'DATA': {'a': Data(1)}}, tmp_path)
+  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': Data(1)}}
+  asked = functools.partial(whole_run._gather, target, config, tmp_path)
   monkeypatch.setattr(whole_run, 'read_conversations', lambda *_: [])
 
   def fail(*_):

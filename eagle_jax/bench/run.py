@@ -56,7 +56,7 @@ def run(
     why = 'which is a defect: report it' if is_exact else f'since {bench.target.dtype} rounds by the shape of a pass'
     log.warning('%d of %d texts differ from plain decoding beyond near ties, %s.', num_apart, len(answers), why)
   drafter, is_drafted = bench.drafter, bench.policy.num_nodes > 1 and any(len(a.plain.tokens) > 1 for a in answers)
-  if drafter is not None and is_drafted and not drafter.has_own_head:  # EAGLE-3 heads cannot be traced
+  if drafter is not None and is_drafted:
     log.info('calibrating the drafter on %d answers ...', len(answers))
     summary['calibration'] = calibrate(bench.target, drafter, answers, policy=DynamicTree(), seed=bench.options['seed'])
   write(summary, folder)

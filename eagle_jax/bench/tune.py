@@ -27,7 +27,7 @@ from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.evaluate.example import Example
-from eagle_jax.evaluate.trace import Nodes, Traced, observe, require_traceable, trace
+from eagle_jax.evaluate.trace import Nodes, Traced, observe, trace
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.costs import Bytes, Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
@@ -267,15 +267,15 @@ def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head:
 
 
 def plain_answers(
-  target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
+  target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
 ) -> list[Example]:
-  """Answer the prompts by plain decoding, and make examples for `trace` of the answers."""
+  """Answer the prompts by plain decoding, and make examples of the answers, to trace the drafter along."""
 
   def answer(number: int, prompt: Sequence[int]) -> AnswerTokens:
     out = generate(target, None, [prompt], max_new_tokens=max_new_tokens, temperature=temperature, row_ids=[number])
     return AnswerTokens(number, prompt, out.tokens[0], temperature)
 
-  return make_examples(target, [answer(number, prompt) for number, prompt in enumerate(prompts)])
+  return make_examples(target, drafter, [answer(number, prompt) for number, prompt in enumerate(prompts)])
 
 
 def calibration(
@@ -325,13 +325,9 @@ def tune(
     contexts: tokens before the passes that are timed, ascending.
     max_new_tokens: maximum number of new tokens of an answer.
     progress: wraps long-running iterables, as tqdm does.
-
-  Raises:
-    ValueError: the drafter cannot be traced, since it is an EAGLE-3 head.
   """
-  require_traceable(target, drafter)
   answers = {
-    temperature: plain_answers(target, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    temperature: plain_answers(target, drafter, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
     for temperature in TEMPERATURES
   }
   greedy = answers[TEMPERATURES[0]]
@@ -384,7 +380,8 @@ def try_vocabularies(
   """Measure the drafter with all its ids, with the first half, the first quarter, ...; unchanged and quantised."""
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   tokens = np.concatenate([answer.token[answer.is_answer] for answer in answers])
-  sizes = [len(ids) >> n for n in range(NUM_HALVINGS + 1) if len(ids) >> n]
+  num_halvings = 0 if drafter.has_own_head else NUM_HALVINGS
+  sizes = [len(ids) >> n for n in range(num_halvings + 1) if len(ids) >> n]
   kinds = [*itertools.product(sizes, sorted({drafter.is_quantised, True}))]
   reduced = {kind: drafter.reduced(kind[0], is_quantised=kind[1]) for kind in kinds}
   policy = Chain(3, lookup=True)

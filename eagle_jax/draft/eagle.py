@@ -7,7 +7,7 @@ predicts f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -43,8 +43,14 @@ class EagleHead(nn.Module):
 
   @nn.compact
   def __call__(self, embedding_DR, feature_DR, position_BT, attention: AttentionFn):
-    """Compute outputs [D, R], and return them with the memory that `attention` returns."""
-    x_DR = Linear((self.config.width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR]))
+    """Compute outputs [D, R], and return them with the memory that `attention` returns.
+
+    `feature_DR` may have 2D numbers: the second half is added to what `fc` gives (see `eagle_taps`).
+    """
+    width = self.config.width
+    x_DR = Linear((width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR[:width]]))
+    if feature_DR.shape[0] > width:
+      x_DR += feature_DR[width:]
     # No input norm, since the feature is already normalised, and no final norm.
     layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
     return layer(x_DR, Rotation.of(self.config, position_BT), attention)
@@ -78,6 +84,7 @@ class Eagle:
 
   config: Any  # a `DrafterConfig`; subclasses have their own
   dtype: Any = jnp.float32
+  fuses: ClassVar[frozenset[str]] = frozenset()  # of its params, those that `fuse_taps` reads
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Initialise `fc` and `layer` at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
@@ -86,11 +93,11 @@ class Eagle:
     return EagleHead(self.config).init(key, column_D1, column_D1, position_BT, no_attention)['params']
 
   def fuse_taps(self, params, taps) -> jax.Array:
-    """Turn the target's taps into the features [D, B, P] that the layer takes."""
+    """Turn the target's taps into the features [D, B, P] that the layer takes; some kinds take more than D numbers."""
     return taps.feature
 
   def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
-    """Turn the outputs at nodes into the features [D, B, W] that their children take."""
+    """Turn the outputs at nodes into the features [D, B, W] that their children take, as many as of `fuse_taps`."""
     return out_DBW
 
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
@@ -103,7 +110,7 @@ class Eagle:
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
     out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, attention)
-    return out[0].reshape(feature_DBT.shape), out[1]
+    return out[0].reshape(-1, *feature_DBT.shape[1:]), out[1]
 
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
     """Run `apply_layer` behind the committed entries; also return keys and values of all new ones so far."""

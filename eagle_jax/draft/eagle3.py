@@ -6,7 +6,7 @@ it replaces the fused feature in the next draft step.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -67,14 +67,17 @@ class Eagle3(Eagle):
   """
 
   config: Eagle3Config
+  fuses: ClassVar[frozenset[str]] = frozenset({'fc'})
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
-    """Initialise the module at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
+    """Initialise the module and `head` at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     c = self.config
+    head_UD = nn.initializers.lecun_normal(in_axis=-1, out_axis=0)(key, (c.num_ids, c.width), self.dtype)
     taps = (jnp.zeros((c.target_width, 1), self.dtype),) * c.num_taps
     column_D1 = jnp.zeros((c.width, 1), self.dtype)
     position_BT = jnp.zeros((1, 1), jnp.int32)
-    return Eagle3Head(c).init(key, column_D1, taps, position_BT, no_attention, method='everything')['params']
+    variables = Eagle3Head(c).init(key, column_D1, taps, position_BT, no_attention, method='everything')
+    return variables['params'] | {'head': {'weight': head_UD}}
 
   def fuse_taps(self, params, taps) -> jax.Array:
     if not self.config.num_taps:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
+from eagle_jax.draft.eagle_taps import EagleTaps
 from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors
 from eagle_jax.draft.ngram import Ngram, NgramConfig
-from eagle_jax.draft.tables import eagle3_table, eagle_table
+from eagle_jax.draft.tables import eagle3_table, eagle_table, eagle_taps_table
 from eagle_jax.weights.folder import naming_config
 from eagle_jax.weights.naming import Table
 
@@ -50,6 +51,14 @@ KINDS: dict[str, Kind] = {
     Eagle,
     tensor_table=eagle_table,
     read_config=read_eagle,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'embed', 'head', 'ids'}),
+  ),
+  'eagle2-taps': Kind(
+    'EAGLE-2 with taps',
+    EagleTapsConfig,
+    EagleTaps,
+    tensor_table=eagle_taps_table,
     read_tensors=read_head_tensors,
     borrows=frozenset({'embed', 'head', 'ids'}),
   ),

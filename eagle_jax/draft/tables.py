@@ -1,8 +1,10 @@
 """Tensor names of published EAGLE heads, as `heads.canonical` gives them."""
 
+import dataclasses
+
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, Eagle3Config
+from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig
 from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, projection_entries
 
 
@@ -15,6 +17,14 @@ def eagle_table(config: DrafterConfig) -> Table:
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
   entries |= projection_entries(config, ('layer',), block, HF_PROJECTIONS)
   return _table(config, entries)
+
+
+def eagle_taps_table(config: EagleTapsConfig) -> Table:
+  """EAGLE-2 with taps: the tensors of EAGLE-2, a norm of each tap, and the matrix over all of them."""
+  table, num_taps, width = eagle_table(config), len(config.taps), config.target_width
+  entries = {f'tap_norm.{tap}.weight': Entry(('taps', f'norm_{tap}', 'scale'), (width,)) for tap in range(num_taps)}
+  entries['tap_fc.weight'] = Entry(('taps', 'fc', 'weight'), (config.width, num_taps * width))
+  return dataclasses.replace(table, entries={**table.entries, **entries})
 
 
 def eagle3_table(config: Eagle3Config) -> Table:

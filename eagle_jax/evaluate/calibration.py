@@ -57,10 +57,11 @@ class AnswerTokens(NamedTuple):
   seed: int = 0
 
 
-def make_examples(target: Target, answers: Sequence[AnswerTokens]) -> list[Example]:
-  """Make examples for `trace` of answers, with features from one target pass over each."""
+def make_examples(target: Target, drafter: Drafter, answers: Sequence[AnswerTokens]) -> list[Example]:
+  """Make examples for `trace` of answers, with what the drafter reads of one target pass over each."""
   texts = [np.asarray([*one.prompt, *one.answer], np.int32) for one in answers]
-  computed = features(target, [text[:-1].tolist() for text in texts])
+  taps = drafter.config.tapped_layers(target.config.num_layers)
+  computed = features(target, [text[:-1].tolist() for text in texts], taps)
   return [
     Example(one.id, text, np.arange(len(text)) >= len(one.prompt), feature, one.temperature, one.seed)
     for one, text, feature in zip(answers, texts, computed, strict=True)
@@ -78,7 +79,7 @@ def calibrate(
   """
   once = [answer for answer in answers if answer.repeat == 0]
   texts = [AnswerTokens(one.row_id, one.prompt, one.plain.tokens, one.temperature, seed) for one in once]
-  nodes = observe(target, drafter, make_examples(target, texts), policy=policy)
+  nodes = observe(target, drafter, make_examples(target, drafter, texts), policy=policy)
   bins = reliability(nodes)
   return {
     'expected_error': bins.expected_error,

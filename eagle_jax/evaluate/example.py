@@ -11,6 +11,8 @@ class Example(NamedTuple):
   id: int  # keys the noise of its answers, with `seed`
   token: np.ndarray  # [n + 1] i32
   is_answer: np.ndarray  # [n + 1] bool, tokens that the assistant generated, EOS included
-  feature: np.ndarray  # [n, D] bf16, last hidden state after the final norm; [n, 0] if features are not stored
+  # [n, D] bf16, last hidden state after the final norm; [n, 0] if features are not stored. With k tapped layers
+  # [n, (1 + k) D]: their inputs follow.
+  feature: np.ndarray
   temperature: float = 0.0  # at which its answers were sampled
   seed: int = 0

@@ -1,5 +1,6 @@
-"""Compute the target's features of whole texts."""
+"""Compute the target's features of whole texts, with taps of its middle layers."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.decode.buckets import bucket, pad_prompts
-from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.models.transformer import Taps, Target, TransformerTarget
 from eagle_jax.sharding import batch_axis_size, mesh_of, to_host, use_mesh
 
 _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
 
 
-def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-  """Compute the features [n, D] bf16 of each text of n tokens, in passes over texts of about the same length."""
-  network = target.network
+def features(target: Target, texts: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> list[np.ndarray]:
+  """Compute the features of each text of n tokens, in passes over texts of about the same length.
+
+  Args:
+    target, texts: whose features.
+    taps: layers whose inputs are kept too, k of them.
+
+  Returns:
+    [n, (1 + k) D] bf16 for each text; see `evaluate.example`.
+  """
+  network = dataclasses.replace(target.network, tapped_layers=tuple(taps))
   unit = batch_axis_size(mesh_of(target.params))  # every device has as many texts as the others
   sizes = [bucket(len(text)) for text in texts]
   found: dict[int, np.ndarray] = {}
@@ -35,5 +44,24 @@ def features(target: Target, texts: Sequence[Sequence[int]]) -> list[np.ndarray]
 
 @functools.partial(jax.jit, static_argnames='network')
 def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget) -> jax.Array:
-  """Compute features [B, L, D] bf16 in one pass over whole texts."""
-  return network.read(params, token_BL).feature.transpose(1, 2, 0).astype(jnp.bfloat16)
+  """Compute features [B, L, (1 + k) D] bf16 in one pass over whole texts."""
+  return join_taps(network.read(params, token_BL)).transpose(1, 2, 0).astype(jnp.bfloat16)
+
+
+def join_taps(taps: Taps) -> jax.Array:
+  """Join the feature and the k inputs of tapped layers, [D, B, L] each, as examples hold them: [(1 + k) D, B, L]."""
+  return jnp.concatenate([taps.feature, *taps.residual])
+
+
+def choose_taps(feature_LD: np.ndarray, stored: Sequence[int], wanted: Sequence[int]) -> np.ndarray:
+  """Select, of features with the taps `stored`, [L, (1 + k) D], the features with the taps `wanted`, in their order."""
+  if tuple(stored) == tuple(wanted):
+    return feature_LD
+  parts = np.split(feature_LD, 1 + len(stored), axis=1)
+  return np.concatenate([parts[0], *(parts[1 + stored.index(layer)] for layer in wanted)], axis=1)
+
+
+def split_taps(feature_BLD: Any, width: int) -> Taps:
+  """Split what examples hold, [B, L, (1 + k) D], into the feature and k inputs of tapped layers, [D, B, L] each."""
+  feature_DBL, *residual = jnp.split(feature_BLD.transpose(2, 0, 1), feature_BLD.shape[2] // width)
+  return Taps(feature_DBL, tuple(residual))

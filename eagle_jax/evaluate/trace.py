@@ -22,6 +22,7 @@ from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import decode_loop, result, step, tau
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.features import split_taps
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling
@@ -35,13 +36,14 @@ class RecordedText(NamedTuple):
   """The parameters of `Replay`: recorded texts and features, padded at the end to S positions."""
 
   token: Any  # [B, S] i32, prompt and answer
-  feature: Any  # [B, S, D], of the token at the same position
+  feature: Any  # [B, S, (1 + k) D], of the token at the same position, and k taps; see `evaluate.example`
 
 
 class ReplayTaps(NamedTuple):
   """The outputs of a pass over recorded text."""
 
   feature: jax.Array  # [D, B, T], recorded at the nodes' positions
+  residual: tuple[jax.Array, ...]  # [D, B, T] each, the taps
   next_token: jax.Array  # [1, B, T] i32, the tokens of the text after these positions
 
 
@@ -53,6 +55,7 @@ class Replay:
   """
 
   vocab_size: int
+  width: int  # D
   eos_ids: tuple[int, ...] = ()  # none: a recorded answer ends at its own length
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:
@@ -64,7 +67,7 @@ class Replay:
   ) -> tuple[ReplayTaps, NewEntries]:
     feature_BTD = jnp.take_along_axis(params.feature, position_BT[..., None], axis=1, mode='clip')
     next_BT = jnp.take_along_axis(params.token, position_BT + 1, axis=1, mode='clip')
-    return ReplayTaps(feature_BTD.transpose(2, 0, 1), next_BT[None]), NewEntries((), ())
+    return ReplayTaps(*split_taps(feature_BTD, self.width), next_BT[None]), NewEntries((), ())
 
   def logits(self, params: RecordedText, taps: ReplayTaps) -> jax.Array:
     """Return logits [V, B, T] f32: 0 at the next token, -inf elsewhere, so that no noise changes the choice."""
@@ -76,7 +79,7 @@ class FirstAnswer(NamedTuple):
   """The first answer of an `Example`, with the text before it."""
 
   token: np.ndarray  # [n + 1] i32, prompt and answer
-  feature: np.ndarray  # [n, D]
+  feature: np.ndarray  # [n, (1 + k) D]
   num_prompt: int  # number of tokens before the answer
   example: Example  # holds how it was sampled
 
@@ -109,6 +112,12 @@ class Traced:
   num_accepted: list[list[int]]  # for each target pass, as in `decode.Generation`
   num_new_tokens: list[int]  # number of tokens of each answer
   policy: TreePolicy
+
+  def part(self, is_chosen: Sequence[bool]) -> 'Traced':
+    """Return what some of the examples say."""
+    chosen = [number for number, is_in in enumerate(is_chosen) if is_in]
+    num_accepted, num_new = ([x[number] for number in chosen] for x in (self.num_accepted, self.num_new_tokens))
+    return Traced(num_accepted, num_new, self.policy)  # type: ignore[arg-type]
 
   @property
   def num_passes(self) -> int:
@@ -242,12 +251,14 @@ def nodes_of_cycles(cycles: Iterable[Cycle], *, num_tokens: int, max_depth: int)
   ]
 
 
-def require_traceable(target: Target, drafter: Drafter) -> None:
-  """Raise a ValueError if the drafter reads more activations of the target than are recorded."""
-  if taps := drafter.config.tapped_layers(target.config.num_layers):
+def require_recorded(target: Target, drafter: Drafter, examples: Sequence[Example]) -> None:
+  """Raise a ValueError unless the examples hold the activations of the target that the drafter reads."""
+  taps = drafter.config.tapped_layers(target.config.num_layers)
+  needed = target.config.width * (1 + len(taps))
+  if wrong := {one.feature.shape[1] for one in examples} - {needed}:
     raise ValueError(
-      f'Drafter {drafter.config.name!r} cannot be traced: it reads the inputs of layers {taps} of the target, and '
-      'recorded answers hold the final feature alone. Decode with it instead: launch/bench.py.'
+      f'Drafter {drafter.config.name!r} reads the feature and the inputs of layers {taps}, {needed} numbers a token, '
+      f'and recorded answers hold {min(wrong)}: compute them with `features(target, texts, taps={taps})`.'
     )
 
 
@@ -266,8 +277,8 @@ def _batches(
   if not examples:
     raise ValueError('`examples` must hold at least one example, got none.')
   params, spec = build(target, drafter, policy=policy)
-  require_traceable(target, drafter)
-  spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size))
+  require_recorded(target, drafter, examples)
+  spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size, target.config.width))
   answers = [first_answer(example) for example in examples]
   order = sorted(range(len(answers)), key=lambda number: answers[number].num_new)  # so that a batch ends together
   max_prompt, max_new = max(a.num_prompt for a in answers), max(a.num_new for a in answers)

@@ -6,7 +6,7 @@ encode.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from eagle_jax.decode.commit import require_numbers
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.draft.plain import NoDrafter
+from eagle_jax.evaluate.features import join_taps
 from eagle_jax.kernels.write_kv import write
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Plain
@@ -28,17 +29,17 @@ from eagle_jax.train.conversations import Conversation, Message, SkipExample, co
 
 
 class Recording(NamedTuple):
-  """The features of each sequence's committed tokens."""
+  """The features of each sequence's committed tokens, followed by what is tapped."""
 
-  feature: jax.Array  # [B, 1, S, D] f32, laid out as one head of a cache
+  feature: jax.Array  # [B, 1, S, (1 + k) D] f32, laid out as one head of a cache; see `evaluate.example`
   length: jax.Array  # [B] i32
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(NoDrafter):
-  """A drafter that drafts nothing and records the first `width` numbers of every feature: all of them, or none."""
+  """A drafter that drafts nothing and records features and taps, or nothing."""
 
-  width: int
+  is_on: bool
 
   def start(self, params, token_BL, taps, length_B, num_slots: int) -> Recording:
     return Recording(pad_slots(self._features(taps), num_slots), length_B)
@@ -47,7 +48,8 @@ class Recorder(NoDrafter):
     return Recording(write(state.feature, self._features(taps), state.length), state.length + count_B)
 
   def _features(self, taps) -> jax.Array:
-    return taps.feature[: self.width].transpose(1, 2, 0)[:, None].astype(jnp.float32)
+    joined_DBL = join_taps(taps) if self.is_on else taps.feature[:0]
+    return joined_DBL.transpose(1, 2, 0)[:, None].astype(jnp.float32)
 
 
 class Answer(NamedTuple):
@@ -55,7 +57,7 @@ class Answer(NamedTuple):
 
   request: Request
   token: np.ndarray  # [n] i32, ends with the EOS if there was one
-  feature: np.ndarray  # [num_prompt + n - 1, D] bf16; the newest token has none: no pass saw it
+  feature: np.ndarray  # [num_prompt + n - 1, (1 + k) D] bf16; the newest token has none: no pass saw it
 
 
 class Answerer:
@@ -71,6 +73,7 @@ class Answerer:
     max_new_tokens: int,
     seed: int = 0,
     records_features: bool = True,
+    taps: Sequence[int] = (),
   ):
     """
     Args:
@@ -80,6 +83,7 @@ class Answerer:
       max_prompt, max_new_tokens: tokens, at most; fix the size of the cache.
       seed: of the noise, with the request's id.
       records_features: if not, features have width 0.
+      taps: layers whose inputs are recorded too, k of them.
 
     Raises:
       ValueError: `num_refill` is above `num_rows`, or a text would exceed the target's context.
@@ -92,10 +96,10 @@ class Answerer:
         f'{target.config.max_context}. Lower one of them.'
       )
     self.target, self.max_prompt = target, max_prompt
-    recorder = Recorder(target.config.width if records_features else 0)
+    network = dataclasses.replace(target.network, tapped_layers=tuple(taps) if records_features else ())
     self._batcher = Batcher(
       Params(target.params, ()),
-      Spec(target.network, recorder, Plain()),
+      Spec(network, Recorder(records_features), Plain()),
       mesh_of(target.params),
       batch_size=num_rows,
       num_refill=num_refill,

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
 
 _NAMES = ('TARGET', 'DRAFTER', 'DATA', 'RECIPE', 'NUM_TRACED')
-_KINDS = {kind.__name__: kind for kind in (Data, DrafterConfig, Objective, Recipe, TargetConfig)}
+_DRAFTERS = DrafterConfig, EagleTapsConfig, Eagle3Config
+_KINDS = {kind.__name__: kind for kind in (Data, *_DRAFTERS, Objective, Recipe, TargetConfig)}
 
 
 def read_configuration(path: str, variant: str | None = None, *, shapes_alone: bool = False) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def read_configuration(path: str, variant: str | None = None, *, shapes_alone: b
   if unknown := sorted(map(str, changes.keys() - {*_NAMES})):
     raise ValueError(f'{path}: variant {variant!r} has {unknown}; {", ".join(_NAMES)} may be in one.')
   config = {name: value for name, value in {**config, **changes}.items() if name in _NAMES}
-  types: dict[str, tuple[type, ...]] = {'TARGET': (str,), 'DRAFTER': (DrafterConfig,), 'RECIPE': (Recipe,)}
+  types: dict[str, tuple[type, ...]] = {'TARGET': (str,), 'DRAFTER': _DRAFTERS, 'RECIPE': (Recipe,)}
   if shapes_alone:
     types['TARGET'] = (str, TargetConfig)
   if 'DATA' in config or not shapes_alone:

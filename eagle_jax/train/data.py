@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.evaluate.example import Example
+from eagle_jax.files import parse_json
 
 _LOOK_AHEAD = 64  # examples among which one is sought that fits the room left in a row
 
@@ -104,6 +106,26 @@ def batches(
     packed = pack(filled + [filled[0]] * (num_rows - len(filled)), num_places=num_places, prompt_weight=prompt_weight)
     packed.weight[len(filled) :] = 0
     yield packed
+
+
+def read_vocabulary(path: str | Path, config: Any) -> np.ndarray:
+  """Read the ids that a drafter of this config is to draft, [U] i32, from a JSON file: {"ids": [...]}.
+
+  Raises:
+    ValueError: the file holds no such list, or not as many distinct ids of the target as the config drafts.
+  """
+  content = parse_json(Path(path).expanduser().read_bytes(), str(path))
+  ids = content.get('ids') if isinstance(content, dict) else None
+  if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+    raise ValueError(f'{path} holds no {{"ids": [...]}} of integers: write the target ids to be drafted there.')
+  if outside := [one for one in ids if not 0 <= one < config.vocab_size]:
+    raise ValueError(f'{path} holds the id {outside[0]}; the target has those below {config.vocab_size}.')
+  if len({*ids}) < len(ids) or len(ids) != config.draft_vocab_size:
+    raise ValueError(
+      f'{path} holds {len(ids)} ids, {len({*ids})} of them distinct; as many distinct ones as draft_vocab_size, '
+      f'{config.draft_vocab_size}, are needed.'
+    )
+  return np.asarray(ids, np.int32)
 
 
 def frequent_ids(examples: Sequence[Example], *, size: int, vocab_size: int, forced: Sequence[int] = ()) -> np.ndarray:

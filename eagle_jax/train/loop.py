@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 import logging
 import math
 import time
@@ -15,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
-from eagle_jax.config import DrafterConfig
 from eagle_jax.device import flops_per_s
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.features import features
 from eagle_jax.evaluate.trace import trace
@@ -39,9 +40,10 @@ from eagle_jax.sharding import (
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, run_lock, settle_settings
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.step import NUM_CHAIN, Frozen, Recipe, TrainState, evaluate, train_step
+from eagle_jax.train.step import NUM_CHAIN, Frozen, Objective, Recipe, TrainState, evaluate, train_step
 
 BEST_BY = 'chain_tau'
+TREES = {'tree_tau': DynamicTree(), 'small_tree_tau': DynamicTree(4, 3, 4, 8)}
 NUM_SCALED = 1024  # examples, at most, that tell how large features are
 
 log = logging.getLogger('eagle_jax')
@@ -49,13 +51,14 @@ log = logging.getLogger('eagle_jax')
 
 def train(
   target: Target,
-  config: DrafterConfig,
+  config: Any,
   examples: Sequence[Example],
   held_out: Sequence[Example],
   recipe: Recipe,
   folder: Path,
   *,
   initial: Drafter | None = None,
+  ids: np.ndarray | None = None,
   origin: Mapping[str, Any] | None = None,
   provenance: Mapping[str, Any] | None = None,
   report_every: int = 100,
@@ -66,50 +69,57 @@ def train(
 
   Args:
     target: frozen; on a mesh, the drafter is trained there: batch rows over 'data', matrices over 'model'.
-    config: of the drafter.
-    examples, held_out: the target's answers, for training and for metrics.
+    config: of the drafter, of a kind with weights.
+    examples, held_out: the target's answers, for training and for metrics, with the taps that the drafter reads.
     recipe: optimizer and losses.
     folder: for checkpoints, metrics and the drafter.
     initial: weights to begin with; None for fresh ones.
+    ids: [U] i32, the ids to draft; None: those of `initial`, if it has as many, else the most frequent of the answers.
     origin: what else decides the run, such as where its examples come from; of strings, numbers and dicts.
     provenance: goes into the drafter's folder, with step and metrics.
     report_every: steps between two evaluations with a checkpoint each; a kill loses no more than these.
-    num_traced: held-out examples whose answers each evaluation decodes anew, for `tree_tau`: see `evaluate.trace`.
+    num_traced: held-out examples whose answers each evaluation decodes anew, for `traced_taus`.
     progress: show a bar.
 
   Returns:
-    Held-out metrics of the best step: those of `evaluate_all`, and `tree_tau` if anything is traced.
+    Held-out metrics of the best step: those of `evaluate_all`, and of `traced_taus` if anything is traced.
 
   Raises:
     ValueError: the folder is in use by another process, holds a run of another drafter, recipe or origin, or no whole
-      checkpoint; the weights to begin with are quantised; there is nothing to learn from or to hold out; the mesh does
-      not divide the recipe's rows; or training diverged.
+      checkpoint; the weights to begin with are quantised; there is nothing to learn from or to hold out; examples hold
+      other taps; a head that predicts no features is to learn them, or one of its own other ids; the mesh does not
+      divide the recipe's rows; or training diverged.
   """
   if initial is not None:
     initial.require_exact()
   mesh = mesh_of(target.params)
   require_whole_share('num_rows', recipe.num_rows, mesh)
   _require_lessons(examples, held_out, recipe)
-  network = Eagle(config, jnp.dtype(recipe.dtype))
-  frozen, vocabulary = frozen_inputs(target, config, examples)
-  reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype)
+  network, fresh = (kind_of(config).network(config, dtype) for dtype in (jnp.dtype(recipe.dtype), jnp.float32))
+  ids = _learned_ids(config, initial, ids)
+  frozen, vocabulary = frozen_inputs(target, config, examples, objective=recipe.objective, ids=ids)
+  taps = _require_taps(config, target, [*examples, *held_out], recipe)
+  reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype, taps)
   static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': reader}
   with run_lock(folder), use_mesh(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
-    params = initial_params(Eagle(config), frozen.embed, examples, recipe.seed) if initial is None else initial.params
-    state = begin({name: params[name] for name in ('fc', 'layer')}, recipe, mesh)
-    state = _resume(state, checkpoints, folder / 'settings.json', {**settings(config, recipe), **(origin or {})})
+    params = initial_params(fresh, frozen, examples, recipe.seed) if initial is None else initial.params
+    own = jax.eval_shape(fresh.init_params, jax.random.key(0))
+    state = begin({name: params[name] for name in own}, recipe, mesh)
+    told = {} if ids is None else {'ids': hashlib.sha256(ids.astype('<i4').tobytes()).hexdigest()}
+    state = _resume(
+      state, checkpoints, folder / 'settings.json', {**settings(config, recipe), **(origin or {}), **told}
+    )
     first = int(state.step)
     sizes = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
     stream = batches(examples, **sizes, seed=recipe.seed, prompt_weight=recipe.prompt_weight, first=first)
-    traced = with_features(target, held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced])  # all kinds
+    some = held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced]  # of all kinds
+    traced = with_features(target, some, taps)
     outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
     flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
 
     def measure(state: TrainState) -> dict[str, float]:
       metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
-      if traced:
-        metrics['tree_tau'] = trace(target, outcome.drafter(state.params), traced, policy=DynamicTree()).tau
-      return metrics
+      return metrics | (traced_taus(target, outcome.drafter(state.params), traced) if traced else {})
 
     with Meter(recipe, flops / num_devices(mesh), first=first, progress=progress) as meter:
       reports = Reports(folder, first, meter, measure, checkpoints, outcome)
@@ -149,6 +159,23 @@ def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], r
       )
 
 
+def _require_taps(config: Any, target: Target, examples: Sequence[Example], recipe: Recipe) -> tuple[int, ...]:
+  """Return the layers that the drafter taps; raise a ValueError if examples hold others, or it is to learn features."""
+  taps = config.tapped_layers(target.config.num_layers)
+  needed = target.config.width * (1 + len(taps))
+  if wrong := {one.feature.shape[1] for one in examples} - {0, needed}:
+    raise ValueError(
+      f'Drafter {config.name!r} reads the feature and the inputs of layers {taps}, {needed} numbers a token; the '
+      f'examples hold {min(wrong)}: make shards with Data(taps={taps}).'
+    )
+  if recipe.objective.regression and 'head' not in kind_of(config).borrows:
+    raise ValueError(
+      f'Objective: regression is {recipe.objective.regression}, and a drafter of kind {kind_of(config).title} with a '
+      'head of its own predicts no features: set regression=0.'
+    )
+  return taps
+
+
 def _require_finite(metrics: Mapping[str, float], step: int, best: Path) -> None:
   """Raise a ValueError if training diverged: its state is neither saved nor exported."""
   if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
@@ -158,7 +185,7 @@ def _require_finite(metrics: Mapping[str, float], step: int, best: Path) -> None
     )
 
 
-def settings(config: DrafterConfig, recipe: Recipe) -> dict[str, Any]:
+def settings(config: Any, recipe: Recipe) -> dict[str, Any]:
   """Return all settings of a run by dotted names."""
   fields = {'drafter': dataclasses.asdict(config), 'recipe': dataclasses.asdict(recipe)}
   fields['objective'] = fields['recipe'].pop('objective')
@@ -169,7 +196,7 @@ def settings(config: DrafterConfig, recipe: Recipe) -> dict[str, Any]:
 class Outcome:
   """Turns a training state into a drafter, and exports it."""
 
-  config: DrafterConfig
+  config: Any  # of the drafter
   vocabulary: dict[str, jax.Array]  # see `frozen_inputs`
   folder: Path
   provenance: Mapping[str, Any]
@@ -222,19 +249,30 @@ class Reports:
 
 
 def frozen_inputs(
-  target: Target, config: DrafterConfig, examples: Sequence[Example]
+  target: Target,
+  config: Any,
+  examples: Sequence[Example],
+  *,
+  objective: Objective = Objective(),  # noqa: B008 frozen
+  ids: np.ndarray | None = None,
 ) -> tuple[Frozen, dict[str, jax.Array]]:
-  """Return what training reads of the target, and the draft vocabulary: `ids`, or nothing if every id is drafted."""
+  """Return what training reads of the target, and the draft vocabulary: `ids`, or nothing if every id is drafted.
+
+  Without `ids` the vocabulary is that of the most frequent ids of the answers.
+  """
   embed_VD, vocab_size = target.params['embed']['weight'], config.vocab_size
   reader = () if examples[0].feature.shape[1] else target.params
+  whole: Any = _for_logits(target, target.head_VD) if objective.looks_outside or config.draft_vocab_size is None else ()
   if config.draft_vocab_size is None:
-    return Frozen(embed_VD, _for_logits(target, target.head_VD), jnp.arange(vocab_size), reader), {}
-  forced = {*target.config.eos_ids, *(target.tokenizer.essential_ids if target.tokenizer else ())}
-  ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=sorted(forced))
+    return Frozen(embed_VD, whole, jnp.arange(vocab_size), reader, whole if objective.looks_outside else ()), {}
+  ids_U = ids
+  if ids_U is None:
+    forced = {*target.config.eos_ids, *(target.tokenizer.essential_ids if target.tokenizer else ())}
+    ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=sorted(forced))
   index_V = np.full(vocab_size, -1, np.int32)
   index_V[ids_U] = np.arange(len(ids_U))
   head_UD = _for_logits(target, target.head_of(ids_U))
-  return Frozen(embed_VD, head_UD, jnp.asarray(index_V), reader), {'ids': jnp.asarray(ids_U)}
+  return Frozen(embed_VD, head_UD, jnp.asarray(index_V), reader, whole), {'ids': jnp.asarray(ids_U)}
 
 
 def _for_logits(target: Target, head_UD: Any) -> Any:
@@ -243,21 +281,44 @@ def _for_logits(target: Target, head_UD: Any) -> Any:
   return head_UD if divisor == 1 else jax.tree.map(lambda x: (x / divisor).astype(x.dtype), head_UD)
 
 
-def initial_params(network: Eagle, embed_VD: jax.Array, examples: Sequence[Example], seed: int) -> dict[str, Any]:
+def _learned_ids(config: Any, initial: Drafter | None, ids: np.ndarray | None) -> np.ndarray | None:
+  """Return the ids to draft, if they are known: those given, or those that the first weights have learned.
+
+  Raises:
+    ValueError: a head of its own would have to draft ids that it has not learned.
+  """
+  if initial is None:
+    return ids
+  learned = initial.params.get('ids')
+  own = None if learned is None or len(learned) != config.draft_vocab_size else np.asarray(learned, np.int32)
+  is_same = initial.config.num_ids == config.num_ids and (ids is None or (own is not None and np.array_equal(own, ids)))
+  if initial.has_own_head and not is_same:
+    raise ValueError(
+      f'Drafter {initial.config.name!r} has a head of its own for {initial.config.num_ids} ids: train on with those, '
+      'or begin with none.'
+    )
+  return own if ids is None else ids
+
+
+def initial_params(network: Eagle, frozen: Frozen, examples: Sequence[Example], seed: int) -> dict[str, Any]:
   """Initialise float32 weights at random, around what is known: the next feature resembles the last one.
 
+  A head of its own begins as the target's, if it is as wide, and the rest of EAGLE-3 at random. Of EAGLE-2
   `fc` hands on half the feature, the layer's branches start small, and embedding and feature are scaled to weigh the
   same: features are several times larger (17 times in SmolLM2-135M), and left alone the token would hardly count.
   Normed features that are not at hand are taken to have size 1; of many, some are asked.
   """
   params = jax.jit(network.init_params)(jax.random.key(seed))
-  embed_rms = jnp.sqrt(jnp.square(embed_VD.astype(jnp.float32)).mean())
-  some = examples[:: 1 + len(examples) // NUM_SCALED]
-  squares = [np.square(example.feature.astype(np.float32)).mean() for example in some if example.feature.size]
+  if 'head' in params:
+    is_as_wide = params['head']['weight'].shape == frozen.head.shape
+    return params | ({'head': {'weight': frozen.head.astype(jnp.float32)}} if is_as_wide else {})
+  embed_rms, width = jnp.sqrt(jnp.square(frozen.embed.astype(jnp.float32)).mean()), network.config.width
+  some = [example.feature[:, :width] for example in examples[:: 1 + len(examples) // NUM_SCALED]]
+  squares = [np.square(feature.astype(np.float32)).mean() for feature in some if feature.size]
   feature_rms = jnp.float32(np.sqrt(np.mean(squares))) if squares else jnp.float32(1)
   embedding_columns, feature_columns = jnp.split(params['fc']['weight'], 2, axis=1)
   params['fc']['weight'] = jnp.concatenate(
-    [0.3 * embedding_columns / embed_rms, 0.3 * feature_columns / feature_rms + 0.5 * jnp.eye(network.config.width)],
+    [0.3 * embedding_columns / embed_rms, 0.3 * feature_columns / feature_rms + 0.5 * jnp.eye(width)],
     axis=1,
   )
   params['layer']['attn']['o']['weight'] *= 0.1
@@ -284,11 +345,24 @@ def place(packed: Packed, mesh: Mesh | None) -> Packed:
   return packed if mesh is None else jax.tree.map(put, packed, batch_shardings(packed, mesh))
 
 
-def with_features(target: Target, examples: Sequence[Example]) -> list[Example]:
-  """Return the examples with the features that were not stored, computed by the target."""
+def with_features(target: Target, examples: Sequence[Example], taps: Sequence[int] = ()) -> list[Example]:
+  """Return the examples with the features and taps that were not stored, computed by the target."""
   bare = [example for example in examples if not example.feature.shape[1]]
-  made = iter(features(target, [example.token[:-1].tolist() for example in bare]))
+  made = iter(features(target, [example.token[:-1].tolist() for example in bare], taps))
   return [example if example.feature.shape[1] else example._replace(feature=next(made)) for example in examples]
+
+
+def traced_taus(target: Target, drafter: Drafter, examples: Sequence[Example]) -> dict[str, float]:
+  """Return tau of the trees in `TREES` along recorded answers: of all, of greedy and of sampled ones if there are."""
+  metrics = {}
+  for name, policy in TREES.items():
+    traced = trace(target, drafter, examples, policy=policy)
+    metrics[name] = traced.tau
+    is_greedy = [example.temperature == 0 for example in examples]
+    if any(is_greedy) and not all(is_greedy):
+      metrics[f'{name}_greedy'] = traced.part(is_greedy).tau
+      metrics[f'{name}_sampled'] = traced.part([not one for one in is_greedy]).tau
+  return metrics
 
 
 def evaluate_all(

@@ -1,8 +1,8 @@
 """Run the drafter over whole texts, step after step on its own outputs, as in drafting.
 
-Step 1 reads the target's features. At step s place t reads, instead of f_t, the output of place t - 1 at step s - 1:
-the feature that a chain drafted from place t - s + 1 would have there. Places keep their tokens, positions and targets
-at every step (HASS, arXiv:2408.15766).
+Step 1 reads the target's features and taps. At step s place t reads, instead of f_t, the output of place t - 1 at step
+s - 1: the feature that a chain drafted from place t - s + 1 would have there. Places keep their tokens, positions and
+targets at every step (HASS, arXiv:2408.15766).
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.kernels.attention import MASK_VALUE, compute_scores, weighted_values
 from eagle_jax.models.layers import AttentionFn
+from eagle_jax.models.transformer import Taps
 from eagle_jax.train.data import Packed
 
 
@@ -63,7 +64,7 @@ def own_scores(q_BGJLK: jax.Array, k_BGLK: jax.Array) -> jax.Array:
 
 def rollout(
   params: Any,
-  feature_DBL: jax.Array,
+  taps: Taps,
   packed: Packed,
   *,
   network: Eagle,
@@ -76,7 +77,7 @@ def rollout(
 
   Args:
     params: the drafter's, with the target's `embed`.
-    feature_DBL: the target's features, perhaps with noise.
+    taps: the target's features [D, B, L], perhaps with noise, and the inputs of the layers that the drafter taps.
     packed: texts.
     network: the drafter.
     num_steps: 1 is EAGLE; later ones read the drafter's own outputs.
@@ -90,11 +91,12 @@ def rollout(
     return network.apply_layer(params, packed.next_token, read_DBL, packed.position, mix)
 
   run = jax.checkpoint(step) if remat else step
-  outs, memory, read_DBL = [], (), feature_DBL
+  outs, memory, read_DBL = [], (), network.fuse_taps(params, taps)
   for _ in range(num_steps):
     out_DBL, memory = run(params, memory, read_DBL)
     outs.append(out_DBL)
-    read_DBL = jnp.roll(jax.lax.stop_gradient(out_DBL) if is_detached else out_DBL, 1, axis=2)
+    before_DBL = jnp.roll(jax.lax.stop_gradient(out_DBL) if is_detached else out_DBL, 1, axis=2)
+    read_DBL = network.next_feature(params, before_DBL)
   return jnp.stack(outs, axis=1)
 
 
@@ -109,6 +111,26 @@ def chain_weights(packed: Packed, num_steps: int) -> jax.Array:
     is_begun_BL = is_same_BL & is_later_1L & (jnp.roll(weight_BL, age, axis=1) > 0)
     steps.append(jnp.where(is_begun_BL, weight_BL, 0))
   return jnp.stack(steps)
+
+
+def expected_length_weights(q_dBL: jax.Array, counted_dBL: jax.Array, *, floor: float) -> jax.Array:
+  """Return [d, B, L] f32, how much the expected length of the chain through each place depends on it, 1 on average.
+
+  With s = (1 - floor) q + floor, step k of a chain weighs the sum over j >= k of s_1 ... s_j: the gradient of the
+  expected accepted length by log s_k. Divided by a fixed number, what it is where all of a text is certain. Source:
+  D-PACE, arXiv:2605.18810.
+
+  Args:
+    q_dBL: the drafter's probability of the text's own token at each step.
+    counted_dBL: `chain_weights`; a chain ends where they do.
+    floor: keeps places that are hard today from being given up.
+  """
+  num_steps = len(q_dBL)
+  by_chain = jnp.stack([jnp.roll(x_BL, -age, axis=1) for age, x_BL in enumerate((1 - floor) * q_dBL + floor)])
+  is_counted = jnp.stack([jnp.roll(x_BL, -age, axis=1) for age, x_BL in enumerate(counted_dBL)]) > 0
+  reached = jnp.where(is_counted, jnp.cumprod(by_chain, axis=0), 0)
+  weight = jnp.cumsum(reached[::-1], axis=0)[::-1] * (2 / (num_steps + 1))
+  return jnp.stack([jnp.roll(x_BL, age, axis=1) for age, x_BL in enumerate(weight)])
 
 
 def prefix_correct(is_hit_dBL: jax.Array) -> jax.Array:

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from eagle_jax.config import DrafterConfig, TargetConfig, require_match
+from eagle_jax.config import EagleTapsConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.eagle import Eagle
-from eagle_jax.draft.kinds import kind_of
+from eagle_jax.draft.eagle_taps import EagleTaps
+from eagle_jax.draft.kinds import kind_of, name_of_kind
 from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.features import choose_taps
 from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
@@ -29,9 +30,9 @@ from eagle_jax.sharding import param_sharding, param_shardings, require_whole_sh
 from eagle_jax.train.checkpoint import run_lock, settle_settings
 from eagle_jax.train.configuration import require_data
 from eagle_jax.train.conversations import read_conversations
-from eagle_jax.train.data import Packed
+from eagle_jax.train.data import Packed, read_vocabulary
 from eagle_jax.train.loop import batch_shardings, train
-from eagle_jax.train.shards import make_conversations, make_shards, read_shard
+from eagle_jax.train.shards import Data, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
 
 log = logging.getLogger('eagle_jax')
@@ -47,6 +48,7 @@ def run(
   shards: Path,
   prompts: str | None,
   initial: str | None = None,
+  vocabulary: str | None = None,
   mesh: Mesh | None = None,
   report_every: int = 100,
   command: str = '',
@@ -60,6 +62,7 @@ def run(
     shards: folder of the shards, which variants share that are of one dtype.
     prompts: file of conversations; None lets the target ask itself.
     initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
+    vocabulary: file of the ids to draft, see `data.read_vocabulary`; None: see `loop.train`.
     mesh: where to run; None for a single device.
     report_every: steps between two evaluations, with a checkpoint each.
     command: for the provenance.
@@ -70,14 +73,15 @@ def run(
   Raises:
     ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, a name in DATA that is not a plain
       folder name, too few conversations, a folder with another run in it or in use by one, or an `initial` that is not
-      what DRAFTER describes.
+      what DRAFTER describes, or a vocabulary that does not fit it.
   """
   require_data(config['DATA'])
+  ids = read_vocabulary(vocabulary, config['DRAFTER']) if vocabulary else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   with run_lock(out):
     target = load_target(config['TARGET'], dtype=config['RECIPE'].dtype, mesh=mesh)
     require_match(config['DRAFTER'], target.config)
-    first = _first_weights(initial, target, config['DRAFTER']) if initial else None
+    first = first_weights(initial, target, config['DRAFTER']) if initial else None
     data = _gather(target, config, shards, prompts, prompts_hash)
     origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
     log.warning('Conversations left out or ended early, by reason: %s', json.dumps(data.not_used))
@@ -89,6 +93,7 @@ def run(
       config['RECIPE'],
       out,
       initial=first,
+      ids=ids,
       origin=origin,
       provenance={'command': command, 'prompts_sha256': prompts_hash, **origin, **_provenance(config, data, mesh)},
       report_every=report_every,
@@ -97,11 +102,21 @@ def run(
     )
 
 
-def _first_weights(name: str, target: Target, config: DrafterConfig) -> Drafter:
+def first_weights(name: str, target: Target, config: Any) -> Drafter:
+  """Load the drafter that training begins with: as DRAFTER describes, or an EAGLE-2 head, for one with taps.
+
+  Raises:
+    ValueError: it is of another kind, or has other sizes.
+  """
   drafter = load_drafter(name, target, dtype='float32')
-  if (ours := kind_of(drafter.config)) is not (needed := kind_of(config)):
-    raise ValueError(f'Drafter {name!r} is of kind {ours.title}; training begins with {needed.title}, or with none.')
+  ours, needed = kind_of(drafter.config), kind_of(config)
   free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
+  if (name_of_kind(drafter.config), name_of_kind(config)) == ('eagle2', 'eagle2-taps'):
+    # The same function as before, until the taps have learned something.
+    widened = EagleTapsConfig(**vars(drafter.config), taps=config.taps)
+    drafter = Drafter(widened, drafter.params | {'taps': EagleTaps(widened).silent_taps()})
+  elif ours is not needed:
+    raise ValueError(f'Drafter {name!r} is of kind {ours.title}; training begins with {needed.title}, or with none.')
   if wrong := differences(dataclasses.asdict(drafter.config) | free, dataclasses.asdict(config)):
     raise ValueError(
       f'Drafter {name!r} is not what DRAFTER describes: {wrong}. Give DRAFTER these values, or begin with another '
@@ -123,22 +138,46 @@ def _gather(
 ) -> _Gathered:
   """Make the shards that are missing, one folder for each kind of data, and read them all."""
   gathered = _Gathered([], [], {})
+  wanted = config['DRAFTER'].tapped_layers(target.config.num_layers)
   for name, data in config['DATA'].items():
+    data = with_taps(name, data, wanted, num_layers=target.config.num_layers)
     own, refused = folder / name, collections.Counter[str]()
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
     origin = {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)}
     origin |= {} if target.dtype == jnp.float32 else {'dtype': str(target.dtype)}  # older folders say none
+    origin |= {'taps': [*data.taps]} if data.taps and data.stores_features else {}
     on_main(_forget_what_was_not_begun, own)
     settle_settings(own / _SETTINGS, origin)
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     shards = make_shards(target, source, own, data, refused)
     paths = tqdm(shards, total=data.num_shards, desc=f'shards: {name}', disable=not is_main_process())
-    examples = [example for path in paths for example in read_shard(path)]
+    examples = [
+      one._replace(feature=choose_taps(one.feature, data.taps, wanted)) if data.stores_features else one
+      for path in paths
+      for one in read_shard(path)
+    ]
     num_held_out = max(1, min(MAX_HELD_OUT, len(examples) // 10))
     gathered.examples.extend(examples[:-num_held_out])
     gathered.held_out.extend(examples[-num_held_out:])
     gathered.not_used[name] = dict(refused)
   return gathered
+
+
+def with_taps(name: str, data: Data, wanted: tuple[int, ...], *, num_layers: int) -> Any:
+  """Return the data with the layers that are stored: those it names, or else those that the drafter taps.
+
+  Raises:
+    ValueError: the drafter taps others, or the target has fewer.
+  """
+  stored = wanted if data.taps is None else data.taps
+  if not all(0 <= layer <= num_layers for layer in stored):
+    raise ValueError(f'DATA {name!r} stores the inputs of layers {stored}, and the target has {num_layers} layers.')
+  if data.stores_features and not {*wanted} <= {*stored}:
+    raise ValueError(
+      f'DATA {name!r} stores the inputs of layers {stored}, and DRAFTER reads those of {wanted}: name all of them in '
+      'Data(taps=...).'
+    )
+  return dataclasses.replace(data, taps=stored)
 
 
 def _forget_what_was_not_begun(folder: Path) -> None:
@@ -177,7 +216,8 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     mesh: of the devices to compile for.
 
   Returns:
-    Bytes a device: `arguments` (parameters, optimizer, batch), `temporaries`, `total`; and `num_devices`.
+    Bytes a device: `arguments` (parameters, optimizer, batch), `temporaries`, `total`; `num_devices`; and
+    `stored_per_token`, the bytes of features and taps that the shards hold for each token.
   """
   target_config, drafter_config, recipe = config['TARGET'], config['DRAFTER'], config['RECIPE']
   if not isinstance(target_config, TargetConfig):
@@ -186,21 +226,26 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
   require_whole_share('num_rows', recipe.num_rows, mesh)
   is_stored = any(kind.stores_features for kind in config.get('DATA', {}).values())
   dtype = jnp.dtype(recipe.dtype)
-  network, reader = Eagle(drafter_config, dtype), TransformerTarget(target_config, dtype)
+  taps = drafter_config.tapped_layers(target_config.num_layers)
+  network, fresh = (kind_of(drafter_config).network(drafter_config, x) for x in (dtype, jnp.float32))
+  reader = TransformerTarget(target_config, dtype, taps)
+  num_stored = target_config.width * (1 + len(taps)) if is_stored else 0
 
   def shapes() -> tuple[TrainState, Frozen, Packed]:
-    params = Eagle(drafter_config).init_params(jax.random.key(0))
+    params = fresh.init_params(jax.random.key(0))
     state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
     target = reader.init_params(jax.random.key(0))
     head_UD = jnp.zeros((drafter_config.num_ids, target_config.width), dtype)
     row_of_V = jnp.zeros(target_config.vocab_size, jnp.int32)
-    frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if is_stored else target)
+    whole = target.get('head', target['embed'])['weight'] if recipe.objective.looks_outside else ()
+    frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if is_stored else target, whole)
     places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)
-    feature = jnp.zeros((*places.shape, target_config.width if is_stored else 0), jnp.bfloat16)
+    feature = jnp.zeros((*places.shape, num_stored), jnp.bfloat16)
     return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
 
   state, frozen, packed = jax.eval_shape(shapes)
-  matrices = {name: param_sharding([name, 'weight'], getattr(frozen, name).shape, mesh) for name in ('embed', 'head')}
+  names = ('embed', 'head', 'whole_head') if recipe.objective.looks_outside else ('embed', 'head')
+  matrices = {name: param_sharding([name, 'weight'], getattr(frozen, name).shape, mesh) for name in names}
   frozen_shardings = param_shardings(frozen, mesh)._replace(**matrices)
   placed = [
     jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
@@ -222,4 +267,5 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     'arguments': memory.argument_size_in_bytes,
     'temporaries': memory.temp_size_in_bytes,
     'total': total,
+    'stored_per_token': 2 * num_stored,
   }

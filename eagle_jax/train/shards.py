@@ -49,6 +49,9 @@ class Data:
   seed: int = 0
   answers: str = 'target'  # 'target': the target answers anew; 'given': as they stand in the conversations
   stores_features: bool = True  # False: small shards; features are computed when they are needed
+  # Layers whose inputs are stored beside the features; None: those that the drafter taps. Drafters of fewer taps may
+  # train on the same shards.
+  taps: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
 
   def __post_init__(self):
     counts = ('num_shards', 'shard_size', 'num_rows', 'num_refill', 'min_prompt', 'max_prompt', 'max_new_tokens')
@@ -168,6 +171,7 @@ def _answerer(target: Target, data: Data) -> Answerer:
     max_new_tokens=data.max_new_tokens,
     seed=data.seed,
     records_features=data.stores_features,
+    taps=data.taps or (),
   )
 
 
@@ -211,7 +215,7 @@ def _as_given(target: Target, data: Data, scripts: Sequence[tuple[int, Script]])
   """Return examples with the features of one target pass over each conversation."""
   seen = [script.token[:-1] for _, script in scripts]
   if data.stores_features:
-    all_features = features(target, seen)
+    all_features = features(target, seen, data.taps or ())
   else:
     all_features = [np.zeros((len(token), 0), jnp.bfloat16) for token in seen]
   return [_example(number, script, feature) for (number, script), feature in zip(scripts, all_features, strict=True)]

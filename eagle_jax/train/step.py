@@ -1,4 +1,4 @@
-"""The training step of an EAGLE-1/2 head: one pure jitted function and its parts."""
+"""The training step of an EAGLE head of any kind: one pure jitted function and its parts."""
 
 import dataclasses
 import functools
@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import optax
 
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.evaluate.features import split_taps
 from eagle_jax.models.layers import apply_head
-from eagle_jax.models.transformer import TransformerTarget
+from eagle_jax.models.transformer import Taps, TransformerTarget
+from eagle_jax.sampling import position_noise
 from eagle_jax.sharding import constrain, param_shardings
 from eagle_jax.train import losses
 from eagle_jax.train.data import Packed
-from eagle_jax.train.rollout import causal_mask, chain_weights, prefix_correct, rollout
+from eagle_jax.train.rollout import causal_mask, chain_weights, expected_length_weights, prefix_correct, rollout
 
 NUM_CHAIN = 6  # steps of the chain whose agreement evaluation follows
 
@@ -30,20 +32,32 @@ class Objective:
   cross_entropy: float = 1.0  # weight of the soft cross-entropy to the target's distribution
   top_k: int = 10
   top_k_cross_entropy: float = 0.0  # weight of the same over the target's k best tokens alone (HASS, arXiv:2408.15766)
+  total_variation: float = 0.0  # weights of other parts, see `losses.PARTS`
+  lk_hybrid: float = 0.0
+  perturbed_cross_entropy: float = 0.0
+  lk_decay: float = 3.0
+  counts_lost_mass: bool = False  # the target's probability outside the draft vocabulary is lost to the two LK parts
+  skips_unknown: bool = False  # places whose likeliest token is outside do not count, as in EAGLE-3's trainers
   num_steps: int = 1  # steps on the drafter's own features (HASS; EAGLE-3's training-time test)
   step_decay: float = 1.0  # weight of each step relative to the one before
+  length_floor: float | None = None  # weigh steps by `rollout.expected_length_weights` besides (D-PACE)
   is_detached: bool = True  # no gradient through the features handed from step to step
   reachable_top: int = 0  # a chain counts while the text is among the drafter's best so many (GRIFFIN); 0: always
   is_leaky: bool = False  # see `rollout.multistep_attention`; for comparison only
 
   def __post_init__(self):
-    least = {'regression': 0, 'cross_entropy': 0, 'top_k': 1, 'top_k_cross_entropy': 0, 'num_steps': 1}
-    least |= {'step_decay': 0, 'reachable_top': 0}
+    least = dict.fromkeys(('regression', *losses.PARTS, 'step_decay', 'reachable_top', 'lk_decay'), 0)
+    least |= {'top_k': 1, 'num_steps': 1} | ({} if self.length_floor is None else {'length_floor': 0})
     if below := {name: bound for name, bound in least.items() if not getattr(self, name) >= bound}:
       given = {name: getattr(self, name) for name in below}
       raise ValueError(f'Objective: got {given}; at least {below} is needed.')
-    if not self.regression + self.cross_entropy + self.top_k_cross_entropy > 0:
+    if not self.regression + sum(getattr(self, name) for name in losses.PARTS) > 0:
       raise ValueError('Objective: all weights are 0, so nothing is learned; at least one must be positive.')
+
+  @property
+  def looks_outside(self) -> bool:
+    """Whether the target's whole head is needed, at the cost of its logits of every place."""
+    return self.counts_lost_mass or self.skips_unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +117,7 @@ class Recipe:
 class TrainState(NamedTuple):
   """What a training step changes."""
 
-  params: Any  # the drafter's `fc` and `layer`, float32
+  params: Any  # the drafter's own, as of its network's `init_params`, float32
   optimizer: Any
   step: jax.Array  # [] i32, steps done
 
@@ -115,14 +129,15 @@ class Frozen(NamedTuple):
   head: jax.Array  # [U, D], the target's rows of the ids that the loss looks at
   row_of: jax.Array  # [V] i32, which of those rows an id has; -1 for none
   target: Any  # the target's parameters where features are computed in the step, else ()
+  whole_head: Any = ()  # [V, D], the target's, where an objective looks outside the draft vocabulary
 
 
-def target_features(frozen: Frozen, packed: Packed, target: TransformerTarget | None) -> jax.Array:
-  """Return [D, B, L]: the stored features, or those of a pass of `target` over the packed texts."""
+def target_taps(frozen: Frozen, packed: Packed, target: TransformerTarget | None) -> Taps:
+  """Return arrays [D, B, L]: the stored features and taps, or those of a pass of `target` over the packed texts."""
   if target is None:
-    return packed.feature.transpose(2, 0, 1)
+    return split_taps(packed.feature, frozen.embed.shape[1])
   cache, mask_BLL = target.init_cache(packed.token.shape[0], 0), causal_mask(packed.sequence)
-  return target.forward(frozen.target, packed.token, packed.position, mask_BLL, cache)[0].feature
+  return target.forward(frozen.target, packed.token, packed.position, mask_BLL, cache)[0]
 
 
 class Rows(NamedTuple):
@@ -130,6 +145,16 @@ class Rows(NamedTuple):
 
   target: jax.Array  # [D, B, L], the features to be predicted
   label: jax.Array  # [B, L] i32, the text's own token, as an index into the head's rows; -1 if it has none
+  seed: jax.Array | None = None  # [B, L] i32, of the noise that the target draws with, if a part of the loss needs it
+
+
+class Heads(NamedTuple):
+  """The heads that turn the rows of `Rows` and the drafter's outputs into logits."""
+
+  target: jax.Array  # [U, D]
+  drafter: jax.Array  # [U, D], the target's for kinds that borrow it
+  row_of: jax.Array  # [V] i32; see `Frozen`
+  whole: Any = ()  # [V, D], the target's, or ()
 
 
 class Ranks(NamedTuple):
@@ -139,26 +164,59 @@ class Ranks(NamedTuple):
   label: jax.Array  # [d, B, L] i32, ... the text's own token
 
 
-def distill(objective: Objective, head_UD: jax.Array, out_DdBL: jax.Array, rows: Rows):
-  """Return, for each place, the weighted sum of cross-entropies [d, B, L], and (the plain cross-entropy, `Ranks`).
+class Distilled(NamedTuple):
+  """What is measured beside the loss."""
+
+  cross_entropy: jax.Array  # [d, B, L] f32, the plain one
+  ranks: Ranks
+  label_q: jax.Array  # [d, B, L] f32, the drafter's probability of the text's own token
+  is_known: jax.Array  # [d, B, L] bool, whether the place counts; see `Objective.skips_unknown`
+
+
+def distill(objective: Objective, heads: Heads, out_DdBL: jax.Array, rows: Rows):
+  """Return, for each place, the weighted sum of the parts of the loss [d, B, L], and what is `Distilled`.
 
   With a draft vocabulary the target's distribution is renormalised over its ids, at every place; EAGLE-3's trainers
   leave out places whose best id is another one (`eagle/traineagle3/cnets.py` of the reference).
   """
   width, num_steps, *shape = out_DdBL.shape
-  p_UR = jax.nn.softmax(apply_head(head_UD, rows.target.reshape(width, -1).astype(head_UD.dtype)), axis=0)
-  weight_UR = objective.cross_entropy * p_UR
-  if objective.top_k_cross_entropy:
-    weight_UR += objective.top_k_cross_entropy * losses.top_k_of(p_UR, objective.top_k)
-  best_R, label_R = jnp.argmax(p_UR, axis=0).astype(jnp.int32), rows.label.reshape(-1)
+  feature_DR = rows.target.reshape(rows.target.shape[0], -1).astype(heads.target.dtype)
+  score_UR = apply_head(heads.target, feature_DR)
+  log_p_UR = jax.nn.log_softmax(score_UR, axis=0)
+  mass_1R, is_known_R = _known(objective, heads, feature_DR, score_UR)
+  noise_UR = None if rows.seed is None else _noise(rows.seed.reshape(-1), len(score_UR))
+  best_R, label_R = jnp.argmax(log_p_UR, axis=0).astype(jnp.int32), rows.label.reshape(-1)
   steps = []
   for step in range(num_steps):
-    logits_UR = apply_head(head_UD, out_DdBL[:, step].reshape(width, -1))
+    logits_UR = apply_head(heads.drafter, out_DdBL[:, step].reshape(width, -1))
     log_q_UR = jax.nn.log_softmax(logits_UR, axis=0)
-    loss_R, plain_R = losses.cross_entropy(log_q_UR, weight_UR), losses.cross_entropy(log_q_UR, p_UR)
-    steps.append((loss_R, plain_R, losses.rank_of(logits_UR, best_R), losses.rank_of(logits_UR, label_R)))
-  loss, plain, best, label = (jnp.stack(x).reshape(num_steps, *shape) for x in zip(*steps, strict=True))
-  return loss, (plain, Ranks(best, label))
+    loss_R = losses.weigh_parts(objective, losses.Places(log_p_UR, log_q_UR, mass_1R, noise_UR))
+    plain_R = losses.cross_entropy(log_q_UR, jnp.exp(log_p_UR))
+    ranks = losses.rank_of(logits_UR, best_R), losses.rank_of(logits_UR, label_R)
+    log_q_R = jnp.take_along_axis(log_q_UR, jnp.maximum(label_R, 0)[None], axis=0)[0]
+    steps.append((loss_R, plain_R, *ranks, jnp.where(label_R < 0, 0, jnp.exp(log_q_R)), is_known_R))
+  loss, plain, best, label, q, is_known = (jnp.stack(x).reshape(num_steps, *shape) for x in zip(*steps, strict=True))
+  return loss, Distilled(plain, Ranks(best, label), q, is_known)
+
+
+def _known(objective: Objective, heads: Heads, feature_DR: jax.Array, score_UR: jax.Array) -> tuple[Any, jax.Array]:
+  """Return the target's probability of the draft vocabulary, or 1 if that is not asked for; and [R] bool."""
+  mass_1R: Any = 1.0
+  is_known_R = jnp.ones(score_UR.shape[1:], bool)
+  if objective.looks_outside:
+    score_VR = apply_head(heads.whole, feature_DR)
+    if objective.counts_lost_mass:
+      of_U, of_V = (jax.nn.logsumexp(score, axis=0, keepdims=True) for score in (score_UR, score_VR))
+      mass_1R = jnp.exp(of_U - of_V)
+    if objective.skips_unknown:
+      is_known_R = heads.row_of[jnp.argmax(score_VR, axis=0)] >= 0
+  return mass_1R, is_known_R
+
+
+def _noise(seed_R: jax.Array, num_ids: int) -> jax.Array:
+  """Return [U, R] f32, noise as the target adds to its logits at temperature 1, of a seed for each place."""
+  zero = jnp.int32(0)
+  return jax.vmap(position_noise, in_axes=(0, None, None, None), out_axes=1)(seed_R, zero, zero, jnp.arange(num_ids))
 
 
 def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Eagle, target, recipe: Recipe):
@@ -168,14 +226,15 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
   `chain_s` is the share of places whose chain, drafted greedily from step 0 to s, equals the text.
   """
   objective = recipe.objective
-  feature_DBL = jax.lax.stop_gradient(target_features(frozen, packed, target)).astype(jnp.float32)
+  taps = jax.lax.stop_gradient(target_taps(frozen, packed, target))
+  feature_DBL = taps.feature.astype(jnp.float32)
   next_DBL = jnp.roll(feature_DBL, -1, axis=2)
   half = recipe.feature_noise
   noisy_DBL = feature_DBL + jax.random.uniform(key, feature_DBL.shape, minval=-half, maxval=half)
   read = {**jax.tree.map(lambda x: x.astype(network.dtype), params), 'embed': frozen.embed}
   out_DdBL = rollout(
     read,
-    noisy_DBL.astype(network.dtype),
+    taps._replace(feature=noisy_DBL.astype(network.dtype)),
     packed,
     network=network,
     num_steps=objective.num_steps,
@@ -186,29 +245,42 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
   out_DdBL = constrain(out_DdBL, ('width', None, 'batch', None))
 
   rows = Rows(next_DBL, jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))
-  by_rows = losses.by_chunks(functools.partial(distill, objective), max(1, recipe.num_places // recipe.chunk_places))
-  entropy_dBL, (plain_dBL, ranks) = by_rows(frozen.head, out_DdBL, rows)
-  regression_dBL = losses.regression(out_DdBL, next_DBL[:, None])
+  if objective.perturbed_cross_entropy:
+    rows = rows._replace(seed=jax.random.bits(jax.random.fold_in(key, 1), packed.label.shape).astype(jnp.int32))
+  own_head = read['head']['weight'] if 'head' in read else None
+  heads = Heads(frozen.head, frozen.head if own_head is None else own_head, frozen.row_of, frozen.whole_head)
+  num_chunks = max(1, recipe.num_places // recipe.chunk_places)
+  by_rows = losses.by_chunks(functools.partial(distill, objective), num_chunks, is_frozen=own_head is None)
+  scored_DdBL = network.pre_head(read, out_DdBL.reshape(len(out_DdBL), -1)).reshape(out_DdBL.shape)
+  row_dBL, distilled = by_rows(heads, scored_DdBL, rows)
+  means = {'cross_entropy': distilled.cross_entropy}
+  if own_head is None:
+    means['regression'] = losses.regression(out_DdBL, next_DBL[:, None])
+    row_dBL += objective.regression * means['regression']
 
-  counted_dBL = weight_dBL = chain_weights(packed, objective.num_steps)
-  is_followed_dBL = prefix_correct(ranks.label == 0)
-  if objective.reachable_top:
-    weight_dBL = jnp.where(prefix_correct(ranks.label < objective.reachable_top), counted_dBL, 0)
+  counted_dBL, ranks = chain_weights(packed, objective.num_steps), distilled.ranks
+  weight_dBL = place_weights(objective, counted_dBL, distilled)
   decay_d = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
-  row_dBL = objective.regression * regression_dBL + entropy_dBL
-  loss = losses.weighted_mean((row_dBL * weight_dBL).sum(axis=(1, 2)) / weight_dBL[0].sum().clip(1), decay_d)
+  loss = losses.weighted_mean((row_dBL * weight_dBL).sum(axis=(1, 2)) / counted_dBL[0].sum().clip(1), decay_d)
 
-  means = {
-    'cross_entropy': plain_dBL,
-    'regression': regression_dBL,
-    'chain': is_followed_dBL & (ranks.label == 0),
-  } | {f'top{n}': ranks.best < n for n in (1, 2, 3)}
+  means['chain'] = prefix_correct(ranks.label == 0) & (ranks.label == 0)
+  means |= {f'top{n}': ranks.best < n for n in (1, 2, 3)}
   metrics = {
     f'{name}_{step}': losses.weighted_mean(x_dBL[step].astype(jnp.float32), counted_dBL[step])
     for name, x_dBL in means.items()
     for step in range(objective.num_steps)
   }
   return loss, {'loss': loss, **metrics}
+
+
+def place_weights(objective: Objective, counted_dBL: jax.Array, distilled: Distilled) -> jax.Array:
+  """Return [d, B, L] f32, how much each place counts in the loss: `counted_dBL`, as the objective changes it."""
+  weight_dBL = jnp.where(distilled.is_known, counted_dBL, 0)
+  if objective.reachable_top:
+    weight_dBL = jnp.where(prefix_correct(distilled.ranks.label < objective.reachable_top), weight_dBL, 0)
+  if objective.length_floor is not None:
+    weight_dBL *= expected_length_weights(distilled.label_q, counted_dBL, floor=objective.length_floor)
+  return weight_dBL
 
 
 @functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'), donate_argnames='state')

@@ -1,0 +1,36 @@
+"""What taps and parts of the objective are worth, trained on from the shipped head on the same answers, same steps.
+
+    for variant in eagle2 taps five_steps noise lk length; do
+      python launch/train.py --config=configs/smollm2_taps_ablation.py --variant=$variant --prompts=PROMPTS.jsonl.gz \
+        --out=runs/smollm2_taps --initial=smollm2-135m-eagle2 --report_every=60
+    done
+
+Shards and folders are those of configs/smollm2_taps.py. The held-out metrics of each stand in
+runs/smollm2_taps/VARIANT/held_out.csv: taus of 60 and 8 nodes, over greedy and sampled answers. Two CPU cores.
+"""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+from eagle_jax.train.step import Objective
+
+_FULL = runpy.run_path(str(Path(__file__).with_name('smollm2_taps.py')))
+TARGET, DRAFTER, DATA = _FULL['TARGET'], _FULL['DRAFTER'], _FULL['DATA']
+RECIPE = dataclasses.replace(_FULL['RECIPE'], num_steps=60, warmup_steps=10)
+NUM_TRACED = 64
+
+
+def _recipe(**objective) -> dict:
+  shipped = {'num_steps': 3, 'step_decay': 0.8, 'top_k_cross_entropy': 1.0}
+  return {'RECIPE': dataclasses.replace(RECIPE, objective=Objective(**{**shipped, **objective}))}
+
+
+VARIANTS = {
+  'eagle2': {'DRAFTER': runpy.run_path(str(Path(__file__).with_name('smollm2_eagle2.py')))['DRAFTER'], **_recipe()},
+  'taps': _recipe(),
+  'five_steps': _recipe(num_steps=5),
+  'noise': _recipe(perturbed_cross_entropy=0.5),  # the verifier's decision under its own noise
+  'lk': _recipe(cross_entropy=0.0, top_k_cross_entropy=0.0, lk_hybrid=1.0),
+  'length': _recipe(length_floor=0.5),  # D-PACE
+}

@@ -1,0 +1,232 @@
+"""The EAGLE-2 head with taps: where it begins, what it decodes, its files; and training of heads that tap layers."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import hub
+from eagle_jax.config import Eagle3Config, EagleTapsConfig
+from eagle_jax.decode.generate import generate
+from eagle_jax.draft import export
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.eagle3 import Eagle3
+from eagle_jax.draft.kinds import kind_of
+from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
+from eagle_jax.evaluate.features import choose_taps, features
+from eagle_jax.evaluate.trace import trace
+from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
+from eagle_jax.train import run as whole_run
+from eagle_jax.train.flops import step_flops
+from eagle_jax.train.loop import train
+from eagle_jax.train.shards import Data
+from eagle_jax.train.step import Objective, Recipe
+
+POLICIES = (DynamicTree(4, 3, 3, 12), Chain(3, lookup=True), StaticTree([(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)]))
+SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
+PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 7)] for first in range(8)]
+HOW = {'max_new_tokens': 24, 'eos_ids': ()}
+SIZES = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 64}
+TAPS = (1, 2)
+CONFIG = EagleTapsConfig(**SIZES, fc_bias=False, taps=TAPS)
+
+
+@pytest.fixture(scope='module')
+def target():
+  target = tiny.target(seed=2)
+  target.params['embed']['weight'] *= 50
+  target.params['head']['weight'] *= 40
+  return target
+
+
+@pytest.fixture(scope='module')
+def head(target):
+  """An EAGLE-2 head that is right now and then: the target's first layer over the embedding and some of the feature."""
+  shuffle_DD = jax.random.orthogonal(jax.random.key(5), 32)
+  fc = {'weight': jnp.concatenate([jnp.eye(32), 0.4 * shuffle_DD], axis=1)}
+  layer = {name: target.params['layer_0'][name] for name in ('attn', 'mlp_norm', 'mlp')}
+  config = dataclasses.replace(tiny.DRAFTER, ffn_width=64, fc_bias=False)
+  return Drafter(config, {'fc': fc, 'layer': layer})
+
+
+@pytest.fixture(scope='module')
+def widened(target, head, tmp_path_factory):
+  """What training begins with, from the folder of an EAGLE-2 head."""
+  folder = tmp_path_factory.mktemp('head') / 'head'
+  hub.save_drafter(head, folder)
+  return whole_run.first_weights(str(folder), target, CONFIG)
+
+
+@pytest.fixture(scope='module')
+def tapping(widened):
+  """The same, but its taps have learned something."""
+  taps = widened.params['taps']
+  fc = {'weight': 0.05 * jax.random.normal(jax.random.key(1), taps['fc']['weight'].shape)}
+  return Drafter(widened.config, widened.params | {'taps': taps | {'fc': fc}})
+
+
+@pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
+def test_text_is_plain_and_silent_taps_draft_as_eagle2(target, head, widened, tapping, policy, sampling):
+  plain, first, same, other = (
+    generate(target, drafter, PROMPTS, policy=policy if drafter else 'plain', trace=bool(drafter), **HOW, **sampling)
+    for drafter in (None, head, widened, tapping)
+  )
+  assert first.tokens == same.tokens == other.tokens == plain.tokens
+  assert same.num_accepted == first.num_accepted != other.num_accepted
+  assert {count for row in other.num_accepted for count in row} >= {0, 1}
+  for ours, theirs in zip(*(itertools.chain(*out.trace) for out in (same, first)), strict=True):
+    np.testing.assert_array_equal(ours.token, theirs.token)
+    np.testing.assert_array_equal(ours.log_q, theirs.log_q)
+
+
+def test_a_head_with_taps_comes_back_and_no_other_layout_takes_it(target, tapping, tmp_path):
+  for drafter in (tapping, tapping.with_ids([5, 3, 90, 11])):
+    hub.save_drafter(drafter, tmp_path / 'own')
+    again = hub.load_drafter(tmp_path / 'own', target)
+    assert again.config == drafter.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+  for layout in export.LAYOUTS:
+    with pytest.raises(ValueError, match=f"{layout!r} .*'eagle2-taps'"):
+      hub.export_drafter(tapping, tmp_path / layout, target, layout=layout)
+
+
+def test_a_quantised_head_with_taps_writes_the_same_text(target, tapping):
+  texts = [generate(target, drafter, PROMPTS, policy=POLICIES[0], **HOW) for drafter in (tapping, tapping.quantised())]
+  assert texts[0].tokens == texts[1].tokens
+  assert texts[0].stats['tau'] == pytest.approx(texts[1].stats['tau'], rel=0.1)
+
+
+@pytest.mark.parametrize('taps', [(), (-1,)])
+def test_taps_are_layers_of_the_target(target, taps):
+  with pytest.raises(ValueError, match='`taps`'):
+    dataclasses.replace(CONFIG, taps=taps)
+  with pytest.raises(ValueError, match=r'layers \(1, 3\).* only 2 layers'):
+    dataclasses.replace(CONFIG, taps=(1, 3)).tapped_layers(target.config.num_layers)
+
+
+EAGLE3 = Eagle3Config(**SIZES, target_width=32, taps=(0, 1, 2), fc_norm=True, norm_output=True, draft_vocab_size=60)
+
+
+def eagle3() -> Drafter:
+  params = Eagle3(EAGLE3).init_params(jax.random.key(2))
+  return Drafter(EAGLE3, params | {'ids': jnp.arange(60, dtype=jnp.int32)})
+
+
+@pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
+def test_recorded_text_with_taps_gives_the_acceptance_of_decoding(target, tapping, sampling):
+  for drafter in (tapping, eagle3()):
+    made = generate(target, drafter, PROMPTS, policy=Chain(3), row_ids=range(8), **HOW, **sampling)
+    answers = [
+      AnswerTokens(number, prompt, tokens, sampling.get('temperature', 0.0), sampling.get('seed', 0))
+      for number, (prompt, tokens) in enumerate(zip(PROMPTS, made.tokens, strict=True))
+    ]
+    examples = [  # in float32, as decoding has them
+      one._replace(feature=feature)
+      for one, feature in zip(
+        make_examples(target, drafter, answers), float_features(target, drafter, answers), strict=True
+      )
+    ]
+    assert trace(target, drafter, examples, policy=Chain(3)).num_accepted == made.num_accepted
+    bare = [one._replace(feature=one.feature[:, :32]) for one in examples]
+    with pytest.raises(ValueError, match=rf'{32 * (1 + len(drafter.config.taps))} numbers a token.*hold 32'):
+      trace(target, drafter, bare, policy=Chain(3))
+
+
+def float_features(target, drafter, answers) -> list[np.ndarray]:
+  network = dataclasses.replace(target.network, tapped_layers=drafter.config.taps)
+  read = jax.jit(network.read)
+  texts = [np.asarray([*one.prompt, *one.answer])[:-1] for one in answers]
+  made = []
+  for text in texts:
+    taps = read(target.params, np.pad(text, (0, 32 - len(text)))[None])
+    made.append(np.concatenate([taps.feature[:, 0], *(x[:, 0] for x in taps.residual)]).T[: len(text)])
+  return made
+
+
+# Training.
+
+OBJECTIVES = {
+  'eagle2-taps': Objective(num_steps=2, step_decay=0.8, perturbed_cross_entropy=0.5, length_floor=0.5),
+  'eagle3': Objective(regression=0.0, lk_hybrid=1.0, num_steps=2, is_detached=False, skips_unknown=True),
+}
+RECIPE = Recipe(num_steps=4, num_rows=2, num_places=32, chunk_places=8, warmup_steps=1, learning_rate=1e-2)
+FEW = {
+  kind: dataclasses.replace(config, draft_vocab_size=40)
+  for kind, config in (('eagle2-taps', CONFIG), ('eagle3', EAGLE3))
+}
+
+
+@functools.cache
+def recorded(taps: tuple[int, ...]):
+  """Answers with these taps, from the same texts."""
+  target = tiny.target(seed=2)
+  target.params['embed']['weight'] *= 50
+  target.params['head']['weight'] *= 40
+  drafter = Drafter(dataclasses.replace(CONFIG, taps=taps), {})
+  tokens = generate(target, None, [[i] for i in range(12)], temperature=1.0, **HOW).tokens
+  return make_examples(target, drafter, [AnswerTokens(i, [i], answer, 1.0) for i, answer in enumerate(tokens)])
+
+
+@pytest.mark.parametrize('kind', FEW)
+def test_heads_with_taps_learn_resume_and_draft(target, tapping, tmp_path, kind):
+  """In one run: every parameter learns; a run begun again ends as before; the drafter loads, and its text is plain.
+
+  EAGLE-3 begins at random. The other goes on from a head of 40 ids, and keeps them.
+  """
+  config, recipe = FEW[kind], dataclasses.replace(RECIPE, objective=OBJECTIVES[kind])
+  initial = tapping.with_ids([*range(90, 50, -1)]) if kind == 'eagle2-taps' else None
+  examples, how = recorded(config.taps), {'initial': initial, 'report_every': 4, 'num_traced': 2 if initial else 0}
+  run = functools.partial(train, target, config, examples[:10], examples[10:], recipe, **how)
+  metrics = run(tmp_path / 'run')
+  assert run(tmp_path / 'run') == metrics
+  assert ('regression_0' in metrics) == (initial is not None)
+  drafter = hub.load_drafter(tmp_path / 'run' / 'drafter', target)
+  if initial is None:
+    first = kind_of(config).network(config).init_params(jax.random.key(RECIPE.seed))
+  else:
+    assert {'tree_tau', 'small_tree_tau'} <= metrics.keys()
+    assert drafter.params['ids'].tolist() == initial.params['ids'].tolist()
+    first = {name: initial.params[name] for name in ('fc', 'layer', 'taps')}
+  for name in first:
+    for ours, theirs in zip(jax.tree.leaves(drafter.params[name]), jax.tree.leaves(first[name]), strict=True):
+      assert np.abs(ours - theirs).max() > 1e-3, name
+  plain, drafted = (generate(target, x, PROMPTS, policy=y, **HOW) for x, y in ((None, 'plain'), (drafter, Chain(3))))
+  assert drafted.tokens == plain.tokens
+
+
+def test_examples_of_other_taps_are_refused_before_training(target, tmp_path):
+  examples = recorded((1,))
+  with pytest.raises(ValueError, match=r'\(1, 2\), 96 numbers a token; the examples hold 64: .*Data\(taps=\(1, 2\)\)'):
+    train(target, CONFIG, examples[:10], examples[10:], RECIPE, tmp_path)
+  with pytest.raises(ValueError, match='regression is 1.0, and a drafter of kind EAGLE-3'):
+    train(target, FEW['eagle3'], recorded((0, 1, 2))[:10], recorded((0, 1, 2))[10:], RECIPE, tmp_path)
+  assert not (tmp_path / 'settings.json').exists()
+
+
+def test_shards_hold_the_taps_of_the_drafter_or_more():
+  data = Data(num_shards=1, taps=(0, 2))
+  assert whole_run.with_taps('a', data, (2,), num_layers=2).taps == (0, 2)
+  assert whole_run.with_taps('a', Data(num_shards=1), TAPS, num_layers=2).taps == TAPS
+  with pytest.raises(ValueError, match=r'layers \(0, 2\), and DRAFTER reads those of \(1, 2\)'):
+    whole_run.with_taps('a', data, TAPS, num_layers=2)
+  with pytest.raises(ValueError, match=r'layers \(0, 5\), and the target has 2 layers'):
+    whole_run.with_taps('a', dataclasses.replace(data, taps=(0, 5)), (), num_layers=2)
+
+
+def test_features_with_taps_are_chosen_by_layer(target):
+  (whole,), (part,) = (features(target, [[3, 1, 4, 1]], taps) for taps in ((0, 1, 2), (2, 0)))
+  np.testing.assert_array_equal(choose_taps(whole, (0, 1, 2), (2, 0)), part)
+  assert choose_taps(whole, (0, 1, 2), ()).shape == (4, 32)
+
+
+def test_taps_are_fused_once_a_place():
+  drafter = dataclasses.replace(tiny.DRAFTER, ffn_width=64, fc_bias=False)
+  recipe = dataclasses.replace(RECIPE, objective=Objective(num_steps=3))
+  ours, theirs = (step_flops(config, recipe, num_ids=97, reader=None) for config in (CONFIG, drafter))
+  assert ours - theirs == 6 * 2 * 32 * 32 * RECIPE.num_rows * RECIPE.num_places
