@@ -12,13 +12,14 @@ from typing import Any
 import jax
 
 # Programs that compile in half the time and run slower. Workers use the cores already: a program that is split for
-# several threads only takes more memory maps. XLA dies of a flag that it does not know, and these are of certain
-# releases. XLA_FLAGS that are set, if only to nothing, stand instead.
-FLAGS = (
-  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
-  ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+# several threads only takes more memory maps. XLA dies of a flag that it does not know, so they are those of a release;
+# with another one there are none. XLA_FLAGS that are set, if only to nothing, stand instead.
+COMMON = (
+  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1'
 )
-if importlib.metadata.version('jaxlib').startswith('0.10.'):
+BY_RELEASE = {'0.10': f'{COMMON} --xla_cpu_use_fusion_emitters=false', '0.12': COMMON}
+FLAGS = BY_RELEASE.get('.'.join(importlib.metadata.version('jaxlib').split('.')[:2]))
+if FLAGS is not None:
   os.environ.setdefault('XLA_FLAGS', FLAGS)
 
 # XLA's own products, which every machine has. Set to nothing, the kernels that users with a C++ compiler have.

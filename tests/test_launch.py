@@ -18,6 +18,7 @@ pytest.importorskip('gguf')
 
 import traces
 
+import forked
 from eagle_jax import hub
 from eagle_jax.config import DrafterConfig
 from eagle_jax.draft.drafter import Drafter
@@ -50,15 +51,15 @@ def byte_level_target(tmp_path_factory):
 
 
 def started(name, *flags):
+  """By a new interpreter, to be signalled and read from."""
   command = [sys.executable, str(ROOT / 'launch' / f'{name}.py'), *flags]
   environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
   return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def launch(name, *flags):
-  with started(name, *flags) as process:
-    stdout, stderr = process.communicate(timeout=600)
-  return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+  with forked.start(ROOT / 'launch' / f'{name}.py', *flags) as process:
+    return process.completed()
 
 
 @pytest.mark.parametrize(
@@ -329,10 +330,11 @@ def test_a_character_that_a_terminal_lacks_is_escaped(files, tmp_path, monkeypat
   named = dataclasses.replace(DRAFTER, name='caf\u00e9')
   hub.save_drafter(Drafter(named, Eagle(named).init_params(jax.random.key(0))), tmp_path / 'drafter')
   monkeypatch.setenv('PYTHONIOENCODING', 'ascii')
-  done = launch('convert', files[0], f'--drafter={tmp_path / "drafter"}')
-  assert done.returncode == 0, done.stderr
-  assert 'drafter: caf\\xe9\n' in done.stdout
-  assert 'parameters: ' in done.stdout
+  with started('convert', files[0], f'--drafter={tmp_path / "drafter"}') as process:
+    stdout, stderr = process.communicate(timeout=600)
+  assert process.returncode == 0, stderr
+  assert 'drafter: caf\\xe9\n' in stdout
+  assert 'parameters: ' in stdout
 
 
 def test_a_prompt_that_is_not_unicode_is_one_line_and_exit_code_2(byte_level_target):

@@ -103,17 +103,19 @@ def test_probabilities_are_those_of_the_target(target, drafter):
   """Each node's, as a pass over the text up to it gives them."""
   prompt = PROMPTS[0]
   out = decode.generate(target, drafter, [prompt], max_new_tokens=NUM_NEW, policy=SMALL, trace=True, temperature=0.7)
-  text = prompt + out.tokens[0]
+  text, ids, found = prompt + out.tokens[0], [], []
   for cycle in out.trace[0][:3]:
     for node in range(1, len(cycle.token)):
       path = [node]
       while cycle.parent[path[0]] != 0:
         path.insert(0, int(cycle.parent[path[0]]))
-      ids = text[: cycle.text_length] + cycle.token[path].tolist()
-      taps = target.network.read(target.params, np.asarray([ids], np.int32))
-      logits_V = target.network.logits(target.params, taps)[:, 0, -2]
-      expected = jax.nn.log_softmax(logits_V)[ids[-1]]
-      np.testing.assert_allclose(cycle.log_p[node], expected, atol=1e-4)
+      ids.append(text[: cycle.text_length] + cycle.token[path].tolist())
+      found.append(cycle.log_p[node])
+  ids_BL, length_B = decode.pad_prompts(ids, max(map(len, ids)))
+  network, sequence_B = target.network, np.arange(len(ids))
+  logits_VBL = jax.jit(lambda params: network.logits(params, network.read(params, ids_BL)))(target.params)
+  log_p_VB = jax.nn.log_softmax(logits_VBL[:, sequence_B, length_B - 2], axis=0)
+  np.testing.assert_allclose(found, log_p_VB[ids_BL[sequence_B, length_B - 1], sequence_B], atol=1e-4)
 
 
 def test_siblings_are_ranked_by_the_drafter():
@@ -143,7 +145,7 @@ def test_who_does_not_ask_compiles_no_other_program(target, drafter, monkeypatch
 
   monkeypatch.setattr(GENERATE, '_TRACED', None)
   for policy in (SMALL, POLICIES[-1]):
-    decode.generate(target, drafter, PROMPTS[:1], max_new_tokens=2, policy=policy, costs=COSTS)
+    decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, costs=COSTS)
     params, spec = decode.build(target, drafter, policy=policy, costs=COSTS)
     state = decode.prefill(
       params, np.asarray(PROMPTS[:1], np.int32), np.asarray([3]), spec=spec, max_new_tokens=NUM_NEW

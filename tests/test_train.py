@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import forked
 from eagle_jax import cache as kv_cache
 from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
 from eagle_jax.decode.generate import generate
@@ -721,16 +722,17 @@ def test_a_trained_drafter_is_accepted_more(target, tmp_path):
 @pytest.mark.slow
 def test_sigkill_at_ten_random_moments_changes_nothing(tmp_path):
   """Of a whole run, in processes of its own: while it answers, trains, evaluates, or writes a checkpoint."""
-  whole, script = tmp_path / 'whole', str(Path(__file__).with_name('tiny_training.py'))
-  cached = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
-  environment = os.environ | cached | {'PYTHONPATH': str(Path(__file__).parents[1])}
-  command = [sys.executable, script]
-  run_to_the_end([*command, f'--out={tmp_path / "first"}'], environment)  # fills the compile cache
-  seconds = run_to_the_end([*command, f'--out={whole}'], environment)
+  whole, script, programs = tmp_path / 'whole', Path(__file__).with_name('tiny_training.py'), str(tmp_path / 'xla')
+
+  def into(out):
+    return lambda: forked.start(script, f'--out={out}', JAX_COMPILATION_CACHE_DIR=programs)
+
+  run_to_the_end(into(tmp_path / 'first'))  # compiles
+  seconds = run_to_the_end(into(whole))
   killed = 0
   for haste in range(4):  # runs of a machine that is faster by now end before they are killed
     if killed < 5:
       disturbed = tmp_path / f'disturbed_{haste}'
-      killed = run_killed([*command, f'--out={disturbed}'], 10, seconds / 2**haste, environment)
+      killed = run_killed(into(disturbed), 10, seconds / 2**haste)
       assert same(whole, disturbed)
   assert killed >= 5

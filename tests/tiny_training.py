@@ -22,7 +22,7 @@ SIZES = {'vocab_size': 31, 'width': 16, 'num_heads': 2, 'num_kv_heads': 1, 'head
 DATA = Data(
   num_shards=6, shard_size=8, num_rows=4, num_refill=2, max_prompt=32, max_new_tokens=24, temperatures=(1.0, 0.0)
 )
-RECIPE = Recipe(num_steps=200, num_rows=2, num_places=64, chunk_places=32, objective=Objective(num_steps=2))
+RECIPE = Recipe(num_steps=80, num_rows=2, num_places=64, chunk_places=32, objective=Objective(num_steps=2))
 
 
 def main() -> None:
