@@ -1,4 +1,4 @@
-"""What each part of the objective is worth, on the first shards of configs/smollm2_eagle2.py: same data, same steps.
+"""Ablate the parts of the objective, on the first shards of configs/smollm2_eagle2.py: same data, same steps.
 
     for variant in eagle top_k three_steps reachable leaky full_vocabulary; do
       python launch/train.py --config=configs/smollm2_ablation.py --variant=$variant --prompts=PROMPTS.jsonl.gz \

@@ -38,7 +38,7 @@ def _version(package: str) -> str | None:
 
 
 def is_cpu() -> bool:
-  """Is the CPU the default backend?"""
+  """Return whether the CPU is the default backend."""
   return jax.default_backend() == 'cpu'
 
 

@@ -23,7 +23,7 @@ from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import mesh_of, place_param, to_host
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, huggingface, naming, targets
-from eagle_jax.weights.load import assemble, flatten, parameter_dtype
+from eagle_jax.weights.load import assemble, flatten, parameter_dtype, require_memory
 from eagle_jax.weights.safetensors import write_safetensors
 
 log = logging.getLogger('eagle_jax')
@@ -63,8 +63,13 @@ def load_target(
       and a larger number the frequencies of texts of that length.
 
   Raises:
-    ValueError: unknown name, another dtype or context, missing, corrupt or unsupported file, or tensors that do not fit
-      (all listed at once).
+    ValueError: unknown name, another dtype or context, missing, corrupt or unsupported file, tensors that do not fit
+      (all listed at once), or too little free memory.
+
+  Example:
+    >>> target = eagle_jax.load_target('models/my_llama', dtype='bfloat16')
+    >>> target.config.num_layers
+    2
   """
   path = _target_path(name_or_path, max_context=max_context)
   is_rounded, floats = _precision(dtype, compute_dtype)
@@ -80,7 +85,7 @@ def _precision(dtype: Any, compute_dtype: Any) -> tuple[bool, Any]:
   asked = parameter_dtype(dtype, rounded.NAME)
   if asked != jnp.int8:
     if compute_dtype is not None and parameter_dtype(compute_dtype) != asked:
-      raise ValueError(f"compute_dtype goes with dtype='int8'; got {compute_dtype!r} with dtype={dtype!r}.")
+      raise ValueError(f"`compute_dtype` goes with dtype='int8', got {compute_dtype!r} with dtype={dtype!r}.")
     return False, asked
   return True, parameter_dtype(rounded.default_compute_dtype() if compute_dtype is None else compute_dtype)
 
@@ -96,7 +101,7 @@ def read_target_config(name_or_path: str | Path) -> TargetConfig:
 
 
 def _named(config: TargetConfig, path: Path, name_or_path: str | Path) -> TargetConfig:
-  """Name the config after the known name that it was asked for by, if it was."""
+  """Return the config with the known name that it was loaded by, if it was."""
   is_path = path == _path(name_or_path)
   return config if is_path else dataclasses.replace(config, name=huggingface.short_name(str(name_or_path)))
 
@@ -124,6 +129,7 @@ def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max
   file = gguf.read_gguf(path)
   config, tokenizer = _gguf_config_and_tokenizer(file, max_context)
   table = naming.gguf_table(config, gguf.read_family(file))
+  require_memory(table, dtype, is_rounded=place is not None, source=str(path))
   params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place)
   return Target(config, params, tokenizer)
 
@@ -149,6 +155,7 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any, m
   config = targets.target_config(path, content, max_context=max_context)
   tokenizer = Tokenizer.from_folder(path, config.eos_ids)
   table = naming.hf_table(config, targets.read_family(path, content))
+  require_memory(table, dtype, is_rounded=place is not None, source=str(path))
   tensors = targets.read_text_tensors(path, content)
   params = assemble(tensors, table, dtype, mesh=mesh, source=str(path), place=place)
   if config.tied_head and 'head' in params:
@@ -183,6 +190,11 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
   Raises:
     ValueError: unknown name, another dtype, unsupported or damaged folder, tensors that do not fit, a drafter for
       another target, or a target that is none.
+
+  Example:
+    >>> drafter = eagle_jax.load_drafter('ngram', target)
+    >>> drafter.params
+    {}
   """
   require_pair(target, None)
   if (kind := kinds.KINDS.get(str(name_or_path))) and kind.for_target:
@@ -211,7 +223,7 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
 
 
 def _is_same(ours: jax.Array, array: np.ndarray, *, path: tuple[str, ...], mesh: Mesh | None) -> bool:
-  """Does a file's array hold our numbers, up to rounding to the dtype of the other?"""
+  """Return whether a file's array holds our numbers, up to rounding to the narrower dtype."""
   if array.shape != ours.shape or not jnp.issubdtype(array.dtype, jnp.floating):
     return False
   theirs = place_param(array, path, mesh)
@@ -257,6 +269,11 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
 
   Raises:
     ValueError: `dtype` is none of those of `load_target`, the parameters do not fit the config, or they are quantised.
+
+  Example:
+    >>> eagle_jax.save_drafter(drafter, 'runs/mine', dtype='bfloat16')
+    >>> str(eagle_jax.load_drafter('runs/mine', target).params['fc']['weight'].dtype)
+    'float32'
   """
   drafter.require_exact()
   path, dtype = _path(path), None if dtype is None else parameter_dtype(dtype)
@@ -295,11 +312,17 @@ def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout
     layout: a key of `export.LAYOUTS`: 'safeailab' (the reference), 'sglang', 'speculators' (vLLM).
 
   Raises:
-    ValueError: unknown layout, one that has no words for something that this drafter is, or it is quantised.
+    ValueError: unknown layout, one that cannot express something of this drafter, or it is quantised.
+
+  Example:
+    >>> import os
+    >>> eagle_jax.hub.export_drafter(drafter, 'runs/for_sglang', target, layout='sglang')
+    >>> sorted(os.listdir('runs/for_sglang'))
+    ['config.json', 'model.safetensors']
   """
   drafter.require_exact()
   if layout not in export.LAYOUTS:
-    raise ValueError(f'Unknown layout {layout!r}; one of {sorted(export.LAYOUTS)} is needed.')
+    raise ValueError(f'`layout` must be one of {sorted(export.LAYOUTS)}, got {layout!r}.')
   path = _path(path)
   kind, embed_VD = kinds.name_of_kind(drafter.config), target.params['embed']['weight']
   table = kinds.tensor_table(drafter.config)

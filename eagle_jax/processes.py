@@ -30,7 +30,7 @@ def join(cluster: str) -> None:
       coordinator, number, index = cluster.split(',')
       address = {'coordinator_address': coordinator, 'num_processes': int(number), 'process_id': int(index)}
     except ValueError:
-      raise ValueError(f"The cluster is {cluster!r}; 'auto' or HOST:PORT,NUMBER,INDEX is needed.") from None
+      raise ValueError(f"The cluster must be 'auto' or HOST:PORT,NUMBER,INDEX, got {cluster!r}.") from None
   try:
     jax.distributed.initialize(**address)
   except ValueError as error:
@@ -70,4 +70,4 @@ def require_same(what: str, value: Any) -> None:
   """Raise a ValueError in every process if their values differ, compared by `repr`."""
   mine = np.uint32(zlib.crc32(repr(value).encode()))
   if len({*multihost_utils.process_allgather(mine).tolist()}) > 1:
-    raise ValueError(f'{what} differs between processes; all of them must pass the same value.')
+    raise ValueError(f'{what} differs between processes; all of them must pass the same.')

@@ -48,6 +48,11 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1
 
   Raises:
     ValueError: `num_model` does not divide the number of devices.
+
+  Example:
+    >>> mesh = eagle_jax.make_mesh(jax.devices()[:1], num_model=1)
+    >>> dict(mesh.shape)
+    {'data': 1, 'model': 1}
   """
   devices = jax.devices() if devices is None else devices
   if num_model < 1 or len(devices) % num_model:
@@ -108,7 +113,7 @@ def mesh_of(params: Any) -> Mesh | None:
 
 
 def is_shared(mesh: Mesh | None) -> bool:
-  """Is the mesh shared by several processes, each of which then holds only parts of its arrays? See `processes`."""
+  """Return whether several processes share the mesh, so that each holds only parts of its arrays; see `processes`."""
   return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 

@@ -20,7 +20,7 @@ _RAW_BYTE = re.compile('<0x[0-9A-F]{2}>')
 
 @dataclasses.dataclass(frozen=True)
 class _Splitting:
-  """How a byte-level vocabulary splits a text before its merges."""
+  """The way a byte-level vocabulary splits a text before its merges."""
 
   pattern: str | None = None  # of the pieces that merges stay within; None: GPT-2's
   digits_stand_alone: bool = False
@@ -70,7 +70,7 @@ def _import_demo(name: str):
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """Encodes and decodes text with a `tokenizers.Tokenizer`; build it with `from_gguf` or `from_folder`.
+  """A tokenizer: encode and decode text with a `tokenizers.Tokenizer`; build it with `from_gguf` or `from_folder`.
 
   Special tokens written out in a text are read as those tokens, as transformers does: the chat template needs it.
   """
@@ -95,7 +95,7 @@ class Tokenizer:
       source: names the file in errors.
 
     Raises:
-      ValueError: neither a byte-level nor a SentencePiece BPE, an unknown way of splitting, missing fields, or tokens,
+      ValueError: neither a byte-level nor a SentencePiece BPE, an unknown pre-tokenizer, missing fields, or tokens,
         scores and merges that do not fit together.
     """
     prefix = 'tokenizer.ggml.'
@@ -233,8 +233,8 @@ class Tokenizer:
     if self.chat_template is None:
       raise ValueError('This model has no chat template: encode plain text with encode().')
     for message in messages:
-      if not {'role', 'content'} <= message.keys():
-        raise ValueError(f"A chat message needs 'role' and 'content'; got one with {sorted(message)}.")
+      if not isinstance(message, Mapping) or not {'role', 'content'} <= message.keys():
+        raise ValueError(f"A chat message must be a dict with 'role' and 'content', got {message!r:.80}.")
     _import_demo('jinja2')
     ends = {'bos_token': self.token(self.bos_id), 'eos_token': self.token(self.eos_ids[0] if self.eos_ids else None)}
     given = {'messages': messages, 'add_generation_prompt': add_generation_prompt, 'tools': None, 'documents': None}
@@ -350,7 +350,7 @@ def _added(token: str, special: bool):
 
 
 class Detokenizer:
-  """Turns a growing list of ids into text, holding back characters that are incomplete.
+  """A converter of a growing list of ids to text, holding back characters that are incomplete.
 
   All pushes and the flush, joined, equal `Tokenizer.decode` of all ids. Only ids since the last whole character are
   decoded again, and those of the push before, so the work is linear in the text.
@@ -391,6 +391,48 @@ class Detokenizer:
   def _open_text(self) -> str:
     known = self._tokenizer.decode(self._before)
     return self._tokenizer.decode(self._before + self._open_ids)[len(known) :]
+
+
+class StopDetector:
+  """A converter of a growing list of ids to text that ends before the first stop string.
+
+  Ids are examined one by one, so where a text ends does not depend on how they arrive.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+    self._detokenizer = Detokenizer(tokenizer)
+    self._stop = stop
+    self._held = ''  # may be the beginning of a stop string
+    self.text = ''  # without what is held
+    self.num_tokens = 0  # up to and with the one that completes a stop string
+    self.is_stopped = False
+
+  def push(self, ids: Iterable[int]) -> str:
+    """Append ids, and return the text that is now certain; once a stop string is complete, nothing is added."""
+    return ''.join(map(self._push_one, ids))
+
+  def flush(self) -> str:
+    """End the text: return what was held back."""
+    return '' if self.is_stopped else self._examine(self._detokenizer.flush(), is_last=True)
+
+  def _push_one(self, token: int) -> str:
+    if self.is_stopped:
+      return ''
+    self.num_tokens += 1
+    return self._examine(self._detokenizer.push([token]), is_last=False)
+
+  def _examine(self, text: str, *, is_last: bool) -> str:
+    text = self._held + text
+    found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+    self.is_stopped = bool(found)
+    end = min(found, default=len(text) if is_last else len(text) - self._num_open(text))
+    self._held = '' if found else text[end:]
+    self.text += text[:end]
+    return text[:end]
+
+  def _num_open(self, text: str) -> int:
+    """Count the last characters of a text that may begin a stop string."""
+    return max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
 def is_unicode(text: str) -> bool:

@@ -14,13 +14,13 @@ from pathlib import Path
 import common
 import entry
 from absl import flags
-from tqdm import tqdm
 
 from eagle_jax.bench import questions
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.bench.tune import CONTEXTS, measure_times, tune
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.policy import cost_store, costs
+from eagle_jax.progress import progress_bar
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
@@ -37,7 +37,7 @@ flags.DEFINE_bool('json', False, 'Print only JSON to standard output, one line f
 
 
 def main(_):
-  how = {'contexts': sorted({*FLAGS.context}), 'progress': tqdm}
+  how = {'contexts': sorted({*FLAGS.context}), 'progress': progress_bar}
   if FLAGS.draft_vocab_size and not FLAGS.random_shape:
     raise ValueError('--draft_vocab_size needs --random_shape: for a real drafter several sizes are measured.')
   if FLAGS.random_shape:

@@ -6,11 +6,12 @@ import sys
 
 import jax
 import output
-from absl import app
+from absl import app, flags
 from store import ProgramFolder
 
 from eagle_jax.decode.program import use_store
 from eagle_jax.files import cache_folder
+from eagle_jax.progress import silence
 
 
 def run(main, *, starts_often: bool = False):
@@ -33,6 +34,7 @@ def run(main, *, starts_often: bool = False):
         jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
       if argv[1:]:
         raise ValueError(f'Every argument must be a flag, got {argv[1:]}: write --name=value, and quote spaces.')
+      silence('json' in flags.FLAGS and flags.FLAGS.json)
       main(argv)
       sys.stdout.flush()
     except BrokenPipeError:  # `head` has read enough

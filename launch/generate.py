@@ -14,9 +14,9 @@ import options
 import output
 import traces
 from absl import flags
-from tqdm import tqdm
 
 from eagle_jax import decode
+from eagle_jax.progress import progress_bar
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(inputs)  # so that --help explains them
@@ -30,16 +30,18 @@ flags.DEFINE_bool('json', False, 'Print only JSON to standard output, one object
 def main(_):
   cluster.join()
   prompts = inputs.requested()
-  request, is_traced = options.requested(), traces.requested(len(prompts))
+  request, is_traced = options.requested() | {'stop': FLAGS.stop}, traces.requested(len(prompts))
   target, drafter = common.models()
   if FLAGS.stream and not FLAGS.json and not is_traced and FLAGS.prompt is not None:
-    out = decode.stream(target, drafter, prompts[0], **request)
+    out = decode.stream(target, drafter, inputs.with_system(prompts)[0], **request)
     for chunk in out:
       print(chunk.text, end='', flush=True)
     print()
   else:
-    out = decode.generate_each(target, drafter, prompts, batch_size=FLAGS.batch_size, trace=is_traced, **request)
-    for number, one in enumerate(tqdm(out, total=len(prompts), disable=FLAGS.batch_size is None)):
+    chats, how = inputs.with_system(prompts), {'batch_size': FLAGS.batch_size, 'trace': is_traced}
+    out = decode.generate_each(target, drafter, chats, **how, **request)
+    answers = progress_bar(out, total=len(prompts), unit='answer') if FLAGS.batch_size else out
+    for number, one in enumerate(answers):
       if FLAGS.show_tree:
         traces.show(out.trace[number], target.tokenizer)
       shown = {'text': one.text, 'tokens': one.tokens, 'stats': out.stats}

@@ -1,4 +1,4 @@
-"""Strict JAX for all tests, programs that compile fast and are shared, and the real model for those that want it."""
+"""Set up all tests: strict JAX, programs that compile fast and are shared, and the real model."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ jax.config.update('jax_numpy_dtype_promotion', 'strict')
 
 
 def pytest_configure(config):
-  """Workers, and processes that tests start, share what they compile through a folder that ends with the run."""
+  """Share compiled programs among workers and processes that tests start, through a folder deleted at the end."""
   if not hasattr(config, 'workerinput') and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     folder = tempfile.mkdtemp(prefix='eagle_jax_programs_')
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
 
 
 def use_cache(folder):
-  """Keeps every compiled program there, whatever its size: in this process and in those that it starts."""
+  """Keep every compiled program in a folder, whatever its size: of this process and of those that it starts."""
   settings = {
     'jax_compilation_cache_dir': folder,
     'jax_persistent_cache_min_compile_time_secs': 0,
@@ -60,7 +60,7 @@ def use_cache(folder):
 
 @pytest.fixture(scope='module')
 def no_compilation_cache():
-  """For tests of what is compiled anew, or cannot be read back."""
+  """Switch the cache off, for tests of what is compiled again or cannot be read back."""
   before = jax.config.values['jax_compilation_cache_dir']
   jax.config.update('jax_compilation_cache_dir', None)
   compilation_cache.reset_cache()
@@ -71,7 +71,7 @@ def no_compilation_cache():
 
 @pytest.fixture(autouse=True, scope='module')
 def one_form(request):
-  """Traces an operation's form for CPUs alone. With the users' flags all forms are traced, as for described devices."""
+  """Trace only an operation's form for CPUs. With the users' flags all forms are traced, as for described devices."""
   markers = {mark.name for mark in request.node.iter_markers()}
   is_quick = os.environ.get('XLA_FLAGS') == quick.FLAGS and jax.default_backend() == 'cpu'
   with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def one_form(request):
 
 @pytest.fixture(autouse=True, scope='module')
 def forget_programs():
-  """Frees compiled programs between modules once there are many: some thousands of them exhaust the memory maps of a
+  """Free compiled programs between modules once there are many: some thousands of them exhaust the memory maps of a
   process (Linux allows 65,530), and the compiler then dies of a segmentation fault."""
   yield
   maps = Path('/proc/self/maps')

@@ -1,4 +1,4 @@
-"""What `test_sharding` runs in a process of its own: a tiny pair decodes on meshes of eight forced CPU devices.
+"""Run by `test_sharding` in a process of its own: a tiny pair decodes on meshes of eight forced CPU devices.
 
 Prints one JSON object: what every case gave, and where the arrays lie.
 """
@@ -109,7 +109,7 @@ def compared(switches, mesh) -> tuple[float, int]:
 
 
 def kernel(mesh) -> tuple[float, int]:
-  """Error of the attention that TPUs run, interpreted, each device with its own heads; how often devices exchange."""
+  """Return the error of the interpreted TPU attention kernel, each device with its own heads; count collectives."""
   rng = np.random.default_rng(0)
   given = [rng.standard_normal((8, 4, *rows, 8), np.float32) for rows in ((2, 3), (3,), (3,), (16,), (16,))]
   mask_BTM = np.broadcast_to(np.tri(3, dtype=bool), (8, 3, 3))
@@ -163,7 +163,7 @@ def shardings(state) -> dict[str, NamedSharding]:
 
 
 def refilled(*args, **how) -> tuple[decode.Generation, list[int]]:
-  """What is generated, and how many programs it takes to insert and to advance rows."""
+  """Return the tokens of refilled sequences, and how many programs insert and advance rows."""
   with (
     mock.patch.object(batching, '_INSERT', Program(batching.insert)) as insert,
     mock.patch.object(batching, '_ADVANCE', Program(batching.advance)) as advance,

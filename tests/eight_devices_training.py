@@ -1,4 +1,4 @@
-"""What `test_sharding` runs in a process of its own: the same training on meshes of eight forced CPU devices.
+"""Run by `test_sharding` in a process of its own: the same training on meshes of eight forced CPU devices.
 
 Prints one JSON object: the losses of every step on each mesh, and each array's share of the parameters.
 """
@@ -45,7 +45,7 @@ COMPILED: list[str] = []  # names of functions, as often as they were
 
 
 def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]], int]:
-  """The loss of every step, each parameter's share on a device after the last one, and how often it was compiled."""
+  """Return the loss of every step, each parameter's share on a device at the end, and the number of compilations."""
   COMPILED.clear()
   params = TransformerTarget(TARGET).init_params(jax.random.key(0))
   target = Target(TARGET, params if mesh is None else jax.device_put(params, param_shardings(params, mesh)))
@@ -65,7 +65,7 @@ def losses_on(mesh, width: int) -> tuple[list[float], dict[str, list[int]], int]
 
 
 def trained_on(mesh, folder: Path) -> list[dict[str, float]]:
-  """Held-out metrics of a run, and of the same one resumed after its end."""
+  """Return the held-out metrics of a run, and of the same run resumed after its end."""
   params = TransformerTarget(TARGET).init_params(jax.random.key(0))
   target = Target(TARGET, jax.device_put(params, param_shardings(params, mesh)))
   data = examples(32)

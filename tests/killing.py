@@ -1,4 +1,4 @@
-"""Kills a training run at random moments, and compares what it ends with to an undisturbed run's.
+"""Kill a training run at random moments, and compare its result with an undisturbed run's.
 
 python tests/killing.py --num_kills=10 launch/train.py --config=... --prompts=...
 

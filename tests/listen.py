@@ -1,4 +1,4 @@
-"""What JAX says of its work."""
+"""Listen to the events that JAX reports."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ import jax
 
 @contextlib.contextmanager
 def compile_events():
-  """What JAX traces, lowers or compiles meanwhile."""
+  """Collect what JAX traces, lowers or compiles inside the block."""
   events = []
 
   def note(event: str, duration: float, **kwargs):

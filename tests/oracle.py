@@ -37,7 +37,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def ingredient(token: jax.Array, position: jax.Array) -> jax.Array:
-  """u32, what one token adds to the hash of a text."""
+  """Compute what one token adds to the hash of a text, u32."""
   return mix(token.astype(jnp.uint32) * jnp.uint32(PRIME) + mix(position.astype(jnp.uint32)))
 
 
@@ -86,7 +86,7 @@ class OracleTarget:
 
 
 class Memory(NamedTuple):
-  """What the drafter remembers."""
+  """The drafter's state."""
 
   hash: jax.Array  # [B] u32, of the text up to the newest token, included
   position: jax.Array  # [B] i32, of the newest token
@@ -130,7 +130,7 @@ class OracleDrafter:
     return grow(roots, step, hash_BW, root_B, policy, context)
 
   def children(self, hash_BW, noise_VB, fanout: int) -> Children:
-    """`fanout` different tokens a node; each rank is a quarter as likely to be the true one as the rank before."""
+    """Draw `fanout` different tokens for each node; each rank is a quarter as likely to be true as the one before."""
     assert fanout < self.vocab_size
     logits_BWV = hash_logits(hash_BW.reshape(-1), vocab_size=self.vocab_size).T.reshape(*hash_BW.shape, -1)
     true_BW = jnp.argmax(logits_BWV + noise_VB.T[:, None], axis=-1).astype(jnp.int32)  # top-k and top-p aside
@@ -153,7 +153,7 @@ def ngram(vocab_size: int) -> Ngram:
 
 @dataclasses.dataclass(frozen=True)
 class Perturbed(GumbelMax):
-  """A chooser that draws by another function than the one that it should."""
+  """A chooser with a planted fault: it draws by another function."""
 
   fault: Callable[..., jax.Array] = choose
 

@@ -1,4 +1,4 @@
-"""What makes the suite's many small programs cheap to trace and to compile.
+"""Make the suite's many small programs cheap to trace and to compile.
 
 Imported by `conftest.py` and by the scripts that tests run in processes of their own, before JAX reads its flags.
 """
@@ -31,12 +31,14 @@ gc.set_threshold(100_000, 20, 50)
 
 
 def cpu_form(*arrays: Any, default: Callable | None = None, **forms: Callable) -> Any:
-  """`jax.lax.platform_dependent` of a process that compiles for CPUs alone: traces the one form that JAX would keep of
-  all when the program is lowered, in half the time."""
+  """Replace `jax.lax.platform_dependent` in a process that compiles for CPUs alone.
+
+  Only the form is traced that JAX would keep of all when the program is lowered, in half the time.
+  """
   return forms.get('cpu', default)(*arrays)
 
 
 def trace_one_form() -> None:
-  """For scripts that run on CPUs; with flags other than those above, all forms are traced."""
+  """Trace one form in a script that runs on CPUs; with flags other than those above, all forms are traced."""
   if os.environ.get('XLA_FLAGS') == FLAGS:
     jax.lax.platform_dependent = cpu_form

@@ -1,4 +1,4 @@
-"""What `test_processes` runs, as one process of four devices and as two of two: a tiny pair decodes and is trained.
+"""Run by `test_processes`, as one process of four devices and as two of two: a tiny pair decodes and is trained.
 
 python tests/several_processes.py FOLDER [HOST:PORT,NUMBER,INDEX]
 
@@ -37,7 +37,7 @@ POLICIES = Chain(2), DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8, lo
 
 
 def decoded(target: Target, drafter: Drafter) -> dict[str, list]:
-  """Tokens, and what was accepted, of batches and of a stream."""
+  """Return the tokens and accepted counts of batches and of a stream."""
   prompts = np.random.default_rng(0).integers(0, 31, (4, 5)).tolist()
   found = {}
   for policy in POLICIES:
@@ -53,7 +53,7 @@ def decoded(target: Target, drafter: Drafter) -> dict[str, list]:
 
 
 def trained(target: Target, folder: Path) -> list:
-  """Text of the shards; held-out metrics of a run, and of the same one begun again when it was over."""
+  """Return the text of the shards, and held-out metrics of a run and of the same run started again after its end."""
   conversations = [Conversation((chr(ord('a') + i % 20) * (1 + i % 3),)) for i in range(16)]
   paths = make_shards(
     dataclasses.replace(target, tokenizer=TOY), conversations, folder / 'shards', DATA, collections.Counter()
@@ -65,7 +65,7 @@ def trained(target: Target, folder: Path) -> list:
 
 
 def refused(target: Target) -> str:
-  """What each says when they come with different prompts."""
+  """Return the error that a process raises when the prompts of all differ."""
   try:
     decode.generate(target, None, [[1 + jax.process_index()]], max_new_tokens=4)
   except ValueError as error:

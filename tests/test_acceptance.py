@@ -38,5 +38,5 @@ def test_a_drafter_that_is_the_target(target, policy):
 
 @pytest.mark.parametrize('policy', NUM_PASSES_NOISY, ids=lambda p: p.describe())
 def test_a_drafter_that_errs(target, policy):
-  """Features matter to this one, those of drafted nodes too."""
+  """Its proposals depend on features, also on those of drafted nodes."""
   assert num_passes(target, policy, noise=0.1) == NUM_PASSES_NOISY[policy]

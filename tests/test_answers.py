@@ -40,7 +40,7 @@ def target():
 
 
 def alone(target, request: Request, *, seed: int) -> list[int]:
-  """What `generate` answers to one request."""
+  """Return what `generate` answers to one request."""
   made = generate(
     target, None, [request.token], max_new_tokens=16, row_ids=[request.id], seed=seed, temperature=request.temperature
   )
@@ -55,7 +55,7 @@ def _pass_of_64():
 
 
 def whole_pass(target, token) -> np.ndarray:
-  """[n, D]: features of a text by one teacher-forced pass over it and nothing else."""
+  """Compute the features [n, D] of a text in one teacher-forced pass over it alone."""
   padded_1L = np.zeros((1, 64), np.int32)
   padded_1L[0, : len(token)] = token
   return np.asarray(_pass_of_64()(target.params, padded_1L)[:, 0, : len(token)].T)
@@ -160,7 +160,7 @@ def test_self_synthesis_refuses_long_prompts(target):
 
 
 def conversations(count: int) -> list[Conversation]:
-  """Of one to three turns; some answered."""
+  """Make conversations of one to three turns, some of them answered."""
   letters = 'bcdefghijklm'
   return [
     Conversation(tuple(letters[i % 7 : i % 7 + 1 + turn] for turn in range(1 + i % 3)), ('yes', 'no')[: i % 2 + 1 : 2])

@@ -51,7 +51,7 @@ def answers(pair, tmp_path_factory):
 
 
 def at_both(bench: Bench, log) -> list[Answered]:
-  """Answers of two temperatures, in one log."""
+  """Answer at two temperatures, in one log."""
   return [answer for temperature in (0.0, 1.0) for answer in bench.measure(ASKED, temperature, log, SETTINGS)]
 
 

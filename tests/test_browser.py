@@ -40,7 +40,7 @@ def browser():
 
 @pytest.fixture(params=[(size, scheme) for size in SIZES for scheme in SCHEMES], ids=str)
 def page(request, browser, tmp_path):
-  """The page of two prompts, one of which has no cycle; when the test ends, nothing was complained of or fetched."""
+  """Open the page of two prompts, one without a cycle; at the end, check that nothing was logged or fetched."""
   (width, height), scheme = request.param
   path = tmp_path / 'page.html'
   viz.html([[], TRACE], path, BYTES, prompts=['', HOSTILE])

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,25 @@ SRUN = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do shift; done
 for i in 0 1; do
   SLURM_NTASKS=2 SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_STEP_NODELIST=localhost SLURM_STEP_NUM_NODES=1 "$@" &
+  echo $! >"$PIDS/$i"
 done
-wait -n && wait -n
+wait "$(cat "$PIDS/0")" && wait "$(cat "$PIDS/1")"
+"""
+TRAINING = """
+from eagle_jax.config import DrafterConfig
+from eagle_jax.train.shards import Data
+from eagle_jax.train.step import Recipe
+
+TARGET = {target!r}
+DRAFTER = DrafterConfig(vocab_size=259, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64)
+DATA = {{'short': Data(num_shards=1, shard_size=16, num_rows=4, num_refill=2, max_prompt=16, max_new_tokens=24)}}
+RECIPE = Recipe(num_steps=10**6, num_rows=2, num_places=64, chunk_places=32)
+NUM_TRACED = 0
 """
 
 
 def value_at(content: Any, path: str) -> Any:
-  """What stands at a dotted path; None if nothing does."""
+  """Return the value at a dotted path; None if there is none."""
   for key in path.split('.'):
     if isinstance(content, list):
       content = content[int(key)] if int(key) < len(content) else None
@@ -49,7 +63,7 @@ def value_at(content: Any, path: str) -> Any:
 
 
 def commands_in(content: Any) -> Iterator[list[str]]:
-  """The commands of all containers."""
+  """Yield the commands of all containers."""
   for child in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
     yield from commands_in(child)
   if isinstance(content, dict) and 'image' in content:
@@ -87,7 +101,7 @@ def test_scripts_stop_at_the_first_error(path):
 
 
 def free_job() -> str:
-  """A Slurm job whose number leads JAX to a port that is free."""
+  """Return the number of a Slurm job for which JAX chooses a port that is free."""
   for port in range(61440, 65536):
     with socket.socket() as free:
       try:
@@ -98,17 +112,26 @@ def free_job() -> str:
   raise RuntimeError('no port is free')
 
 
-def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-  """Run a script with the programs in a folder before all others."""
+def started_script(name: str, *arguments: str, folder: Path, **environment: str) -> subprocess.Popen:
+  """Start a script with the programs in a folder before all others; process numbers are written there."""
   for program in folder.iterdir():
     program.chmod(0o755)
-  known = os.environ | {'PATH': f'{folder}{os.pathsep}{os.environ["PATH"]}', 'JAX_PLATFORMS': 'cpu'}
+  path = f'{folder}{os.pathsep}{os.environ["PATH"]}'
+  known = os.environ | {'PATH': path, 'PIDS': str(folder), 'JAX_PLATFORMS': 'cpu'} | environment
   command = ['bash', str(CLUSTER / name), *arguments]
-  return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=known | environment, timeout=600)
+  pipe = subprocess.PIPE
+  return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=known)
+
+
+def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+  """Run a script as `started_script` starts it."""
+  with started_script(name, *arguments, folder=folder, **environment) as script:
+    stdout, stderr = script.communicate(timeout=600)
+  return subprocess.CompletedProcess(script.args, script.returncode, stdout, stderr)
 
 
 def byte_level_target(folder: Path, max_context: int) -> Path:
-  """A tiny target with a tokenizer of bytes."""
+  """Write a tiny target with a tokenizer of bytes."""
   config = dataclasses.replace(TINY, vocab_size=259, eos_ids=(258, 257), max_context=max_context)
   tensors = random_tensors(naming.gguf_table(config))
   return write_gguf(folder / 'bytes.gguf', tensors, config=config, extra=byte_metadata(eos_token_id=None))
@@ -116,7 +139,7 @@ def byte_level_target(folder: Path, max_context: int) -> Path:
 
 @pytest.mark.slow
 def test_the_slurm_script_decodes_with_two_processes(tmp_path):
-  """Slurm's variables lead both to each other; the first one's text is that of a process alone."""
+  """Both processes find each other by Slurm's variables; the text is that of a single process."""
   programs = tmp_path / 'programs'
   programs.mkdir()
   (programs / 'srun').write_text(SRUN, encoding='utf-8')
@@ -132,6 +155,30 @@ def test_the_slurm_script_decodes_with_two_processes(tmp_path):
   assert together.returncode == 0, together.stderr
   (printed,) = [line for line in together.stdout.splitlines() if line.startswith('{')]
   assert json.loads(printed)['tokens'] == json.loads(alone.stdout)['tokens']
+
+
+@pytest.mark.slow
+def test_the_slurm_script_trains_until_a_process_dies(tmp_path):
+  """Both share each batch; when one is killed, the other ends with one line, and so does the script."""
+  programs, out = tmp_path / 'programs', tmp_path / 'run'
+  programs.mkdir()
+  (programs / 'srun').write_text(SRUN, encoding='utf-8')
+  (tmp_path / 'training.py').write_text(TRAINING.format(target=str(byte_level_target(tmp_path, 128))), encoding='utf-8')
+  (tmp_path / 'prompts.txt').write_text('\n'.join(f'prompt {n}' for n in range(40)), encoding='utf-8')
+  flags = [f'--config={tmp_path / "training.py"}', f'--prompts={tmp_path / "prompts.txt"}', f'--out={out}']
+  with started_script(
+    'slurm.sh', 'launch/train.py', *flags, '--report_every=2', folder=programs, PYTHON=sys.executable,
+    SLURM_JOB_ID=free_job(),
+  ) as script:  # fmt: skip
+    metrics = out / 'held_out.csv'
+    while not metrics.exists() or len(metrics.read_text(encoding='utf-8').splitlines()) < 3:
+      assert script.poll() is None, script.communicate()
+      time.sleep(0.2)
+    os.kill(int((programs / '1').read_text(encoding='utf-8')), signal.SIGKILL)
+    _, stderr = script.communicate(timeout=120)
+  assert script.returncode == 2, stderr
+  assert stderr.splitlines()[-1].startswith('error: this process cannot go on')
+  assert 'Traceback' not in stderr
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_two_turns_by_hand():
 
 
 class Growing(Toy):
-  """Ends every turn with one new line more than the turn before it."""
+  """A template that ends every turn with one more new line than the turn before it."""
 
   def render(self, messages, add_generation_prompt):
     turns = [f'{m["role"][0].upper()}{m["content"]}.' + '\n' * number for number, m in enumerate(messages)]

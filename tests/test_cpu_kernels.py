@@ -28,7 +28,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16)
 
 
 def forget():
-  """What was compiled with other kernels, or without."""
+  """Forget what was compiled with other kernels, or without."""
   cpu._registered.cache_clear()
   for program in (run_prefill, decode.decode_loop, decode.decode_step):
     program.clear_cache()
@@ -173,7 +173,7 @@ def test_the_loop_copies_no_cache(compiled, policy, batch):
 
 
 def serves_xla(caplog, *words) -> bool:
-  """Whether products are right without them, and one log line says why."""
+  """Return whether products are right without the kernels, and one log line says why."""
   assert cpu.target() is None
   w, x = weights('float32', 24, 64), columns(64, 4)
   assert not calls(matmul.matmul, w, x)

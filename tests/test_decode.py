@@ -19,6 +19,7 @@ from eagle_jax.decode import program
 from eagle_jax.decode.buckets import require_memory
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
+from eagle_jax.decode.request import token_ids
 from eagle_jax.kernels.argmax import NAN_SCORE
 from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
@@ -27,6 +28,7 @@ from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from listen import compile_events
 from tiny_costs import COSTS
 from tiny_programs import copies_in_loop, prefilled_pair
+from tiny_traces import BYTES
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
 POLICIES = (Chain(3), StaticTree(), StaticTree([(0,), (1,), (1, 0)]), DynamicTree(4, 3, 3, 8))
@@ -211,6 +213,22 @@ def test_stream_matches_generate(target, drafter, how):
     assert [chunk.num_accepted for chunk in chunks[1:]] == expected.num_accepted[0]
 
 
+def test_conversations_are_encoded_by_the_chat_template():
+  template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }};{% endfor %}"
+  target = tiny.target(tokenizer=dataclasses.replace(BYTES, chat_template=template))
+  chat = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Why?'}]
+  ids = token_ids(target, [chat, 'Who?'])
+  assert [BYTES.decode(each) for each in ids] == ['system: Be brief.;user: Why?;', 'user: Who?;']
+  for prompts, match in (
+    (chat, r'got one: pass \[\[\{'),
+    ([chat, [1, 2]], 'got both'),
+    ([[*chat, 'Why?']], r"dict.*got 'Why\?'"),
+    ([[{'role': 'user'}]], r"'content', got \{'role': 'user'\}"),
+  ):
+    with pytest.raises(ValueError, match=match):
+      token_ids(target, prompts)
+
+
 def test_text_prompts_are_encoded(target, drafter):
   texts = ['abc', 'Hello', 'é', '!']
   ids = [target.tokenizer.encode_prompt(text) for text in texts]
@@ -341,7 +359,7 @@ def test_new_bucket_compiles_each_program_once(target, drafter, monkeypatch):
 
 
 def test_policies_share_one_compiled_prefill(target, drafter, monkeypatch):
-  """What it makes room for lies in one bucket."""
+  """The slots that they need lie in one bucket."""
   monkeypatch.setattr(GENERATE, '_PREFILL', Program(run_prefill))
   for policy in (SMALL, Chain(3), Chain(2, lookup=True)):
     decode.generate(target, drafter, PROMPTS, max_new_tokens=33, policy=policy)
@@ -389,7 +407,7 @@ def test_generate_runs_two_programs_for_any_length(target, drafter, monkeypatch)
 
 
 def primitives(jaxpr):
-  """Names of all primitives, those of inner jaxprs too."""
+  """Collect the names of all primitives, also those of inner jaxprs."""
   for eqn in jaxpr.eqns:
     yield eqn.primitive.name
     for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns') or hasattr(x, 'jaxpr')):

@@ -72,7 +72,7 @@ def draws(policy, sampling: dict, seed: int, *, drafter=None, chooser=None, leas
 
 
 def excess(drawn: np.ndarray, expected: np.ndarray) -> float:
-  """Total variation between the two, over what the exact sampler's own would be on average."""
+  """Compute the total variation between the two, over the exact sampler's expected one."""
   expected_tv = 0.5 * np.sqrt(2 / (np.pi * BATCH * NUM_BATCHES)) * np.sqrt(expected * (1 - expected)).sum()
   return 0.5 * np.abs(drawn - expected).sum() / expected_tv
 

@@ -215,7 +215,7 @@ def test_a_fault_of_an_eagle3_head_is_named(eagle3_target, eagle3, eagle3_text, 
 
 @pytest.mark.parametrize('kind', ['eagle2', 'eagle3'])
 def test_guesses_are_what_decoding_drafts(target, eagle3_target, eagle3, kind):
-  """The chain of every step is the guess at its root's place, and after its first token the one at the next place."""
+  """The chain of every step is the guess at its root, and after its first token the guess at the next place."""
   pairs = {'eagle2': (target, tiny_twin.drafter_of(target, noise=0.5)), 'eagle3': (eagle3_target, eagle3)}
   model, drafter = pairs[kind]
   prompt, policy = tiny_twin.PROMPTS[0], Chain(2)

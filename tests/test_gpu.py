@@ -1,4 +1,4 @@
-"""On a GPU that is there: what only runs on one, held against what runs everywhere. Skipped elsewhere.
+"""On a real GPU: forms that only run there, compared with those that run everywhere. Skipped elsewhere.
 
 python -m pytest tests/test_gpu.py
 """

@@ -1,4 +1,4 @@
-"""What a listing says of a program, by one short enough to count by hand."""
+"""Numbers read from a program's listing, of one short enough to count by hand."""
 
 import math
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip('gguf')
 
-from eagle_jax import files, hub
+from eagle_jax import device, files, hub
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import tensor_table
 from eagle_jax.weights import fetch, naming, rope, targets
@@ -42,6 +42,19 @@ def drafter():
 
 def assert_same(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize('kind', ['gguf', 'folder'])
+def test_a_target_larger_than_the_free_memory_is_refused_before_it_is_read(gguf_path, tmp_path, monkeypatch, kind):
+  path = gguf_path if kind == 'gguf' else hf_folder(tmp_path / 'tiny', HF_CONFIG)
+  numbers = sum(math.prod(entry.shape) for entry in naming.hf_table(TINY).entries.values())
+  monkeypatch.setattr(device, 'free_memory_bytes', lambda: 3 * numbers)
+  hub.load_target(path, dtype='bfloat16')
+  with pytest.raises(ValueError, match=rf'{4 * numbers / 1e9:.3g} GB .* {3 * numbers / 1e9:.3g} GB') as error:
+    hub.load_target(path)
+  assert str(path) in str(error.value)
+  monkeypatch.setattr(device, 'free_memory_bytes', lambda: None)
+  hub.load_target(path)
 
 
 def test_gguf_path(target):
@@ -124,13 +137,13 @@ def test_hugging_face_folder(tmp_path, num_shards):
     ),
     ({'model_type': 'qwen2'}, 'model.layers.0.self_attn.q_proj.bias: missing'),
     ({'hidden_act': 'gelu'}, "hidden_act 'gelu'"),
-    ({'num_attention_heads': 0}, 'tiny/config.json has a value that cannot be: .* zero'),
-    ({'vocab_size': 'x'}, "tiny/config.json has a value that cannot be: .*'x'"),
+    ({'num_attention_heads': 0}, 'tiny/config.json has an invalid value: .* zero'),
+    ({'vocab_size': 'x'}, "tiny/config.json has an invalid value: .*'x'"),
     ({'rope_theta': -1.0}, 'tiny/config.json .*`rope_theta` = -1.0'),
-    ({'rope_scaling': 'x'}, 'tiny/config.json has a value'),
-    ({'layer_types': 1}, 'tiny/config.json has a value'),
-    ({'model_type': []}, 'tiny/config.json has a value'),
-    ({'eos_token_id': [1.5]}, r'tiny: eos_token_id is \[1.5\]; an integer'),
+    ({'rope_scaling': 'x'}, 'tiny/config.json has an invalid value'),
+    ({'layer_types': 1}, 'tiny/config.json has an invalid value'),
+    ({'model_type': []}, 'tiny/config.json has an invalid value'),
+    ({'eos_token_id': [1.5]}, r'tiny: eos_token_id .* got \[1.5\]'),
     ({'tie_word_embeddings': True, 'num_hidden_layers': 1}, 'model.layers.1.mlp.gate_proj.weight: not expected'),
   ],
 )
@@ -236,7 +249,7 @@ def damaged(path, damage):
 
 
 def rewrite(name, change):
-  """Damage: the tensors of one file become `change(tensors, folder)`."""
+  """Damage a file: its tensors become `change(tensors, folder)`."""
 
   def damage(path):
     write_safetensors(path / name, change(dict(read_safetensors(path / name)), path))
@@ -263,7 +276,7 @@ def cast(dtype):
     (cast(np.int8), 'model.embed_tokens.weight is stored as int8, and no scale'),
     (cast(ml_dtypes.float8_e4m3fn), '.weight is stored as float8_e4m3fn, and no scale'),
     (lambda path: (path / 'model.safetensors.index.json').write_text('{"weight_map": {"a": 1}}'), 'names of files'),
-    (lambda path: (path / 'generation_config.json').write_text('[]'), 'an object is needed'),
+    (lambda path: (path / 'generation_config.json').write_text('[]'), 'must hold a JSON object, got a list'),
   ],
 )
 def test_broken_folders_give_one_clear_error(tmp_path, damage, message):
@@ -276,7 +289,7 @@ def scaled_by(factor):
 
 
 def overlaid(path):
-  """Old tensors of another shard, and one that the index does not name, lie in the first shard."""
+  """Put old tensors of another shard, and one that the index does not name, into the first shard."""
   old = {name: 0 * x for name, x in read_safetensors(path / 'model-2.safetensors')}
   rewrite('model-1.safetensors', lambda tensors, _: tensors | old | {'extra.weight': np.ones(3, np.float32)})(path)
 
@@ -404,15 +417,14 @@ def test_drafter_takes_the_targets_dtype(tmp_path, gguf_path, drafter):
 @pytest.mark.parametrize('dtype', ['float99', 'int8', 'float64', 3])
 def test_other_dtypes(tmp_path, gguf_path, target, drafter, dtype):
   hub.save_drafter(drafter, tmp_path / 'saved')
-  needed = f"dtype is {dtype!r}; 'float32', 'bfloat16'"
-  with pytest.raises(ValueError, match=f"{needed} or 'float16' is needed"):
+  with pytest.raises(ValueError, match=f"'float32', 'bfloat16' or 'float16', got {dtype!r}"):
     hub.save_drafter(drafter, tmp_path / 'other', dtype=dtype)
   if dtype != 'int8':
     for call in (
       lambda: hub.load_target(gguf_path, dtype=dtype),
       lambda: hub.load_drafter(tmp_path / 'saved', target, dtype=dtype),
     ):
-      with pytest.raises(ValueError, match=f"{needed}, 'float16' or 'int8' is needed"):
+      with pytest.raises(ValueError, match=f"'float16' or 'int8', got {dtype!r}"):
         call()
   assert not (tmp_path / 'other').exists()
 

@@ -45,7 +45,7 @@ def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
 
 
 class Case(NamedTuple):
-  """One operation on some arrays."""
+  """A case: one operation on some arrays."""
 
   operation: Callable
   reference: Callable
@@ -84,7 +84,7 @@ def written(batch: int, forms: set[str]) -> Case:
 def operands(
   *, num_slots, lengths, num_earlier=0, num_queries=4, head_dim=8, oldest=None, has_sinks=False
 ) -> attention.Operands:
-  """Random ones; what lies past the committed entries would win if it were seen."""
+  """Make random operands; entries past the committed ones would win if they were seen."""
   rng = np.random.default_rng(num_slots + num_earlier)
   B, G, J = 2, 2, 3
   mask_BTM = rng.random((B, num_queries, num_earlier + num_queries)) < 0.5
@@ -202,7 +202,7 @@ def test_every_form_is_the_reference(name, monkeypatch):
   ],
 )
 def test_a_wrong_form_is_found(name, module, form, monkeypatch):
-  """One that reads its first array backwards."""
+  """The wrong form reads its first array backwards."""
   right = getattr(module, form)
   monkeypatch.setattr(module, form, lambda x, *rest, **how: right(jax.tree.map(jnp.flip, x), *rest, **how))
   with pytest.raises(AssertionError, match='Not equal to tolerance'):

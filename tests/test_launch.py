@@ -72,7 +72,7 @@ def launch(name, *flags):
     (['--prompt=hello', '--lookup'], "--policy=auto does not take ['lookup']"),
     (['--batch_file=no/such/file'], 'No file of prompts at no/such/file'),
     (['--prompt', 'What', 'is this?'], "got ['is this?']"),
-    (['--prompt=hello', '--cluster=here'], "'auto' or HOST:PORT,NUMBER,INDEX is needed"),
+    (['--prompt=hello', '--cluster=here'], "'auto' or HOST:PORT,NUMBER,INDEX, got 'here'"),
     (
       ['--prompt=hello', '--cluster=auto'],
       "The cluster 'auto' cannot be joined: coordinator_address should be defined.",
@@ -237,7 +237,7 @@ def test_a_pair_that_cannot_be_had_is_refused(files, name, flags, complaint, tmp
 
 @pytest.fixture(scope='module')
 def examined(byte_level_target, tmp_path_factory):
-  """The flags of a short examination of the byte-level target, with a random head and with one for another target."""
+  """Return the flags of a short examination of the byte-level target, with a random head and one for another target."""
   folder = tmp_path_factory.mktemp('examined')
   (folder / 'short.jsonl').write_text(
     ''.join(json.dumps({'question_id': n, 'turns': [text]}) + '\n' for n, text in enumerate(('why', 'who', 'how')))
@@ -396,7 +396,8 @@ def test_one_by_one_the_answers_of_a_batch_are_the_same(smollm2, tmp_path):
 
 @pytest.mark.real
 def test_stream_prints_the_text_and_a_line_of_statistics(smollm2):
-  done = launch('generate', '--drafter=', '--prompt=Say hello.', '--max_new_tokens=4')
+  flags = ['--drafter=', '--prompt=Say hello.', '--max_new_tokens=4', '--system=Be brief.', '--stop=\n\n']
+  done = launch('generate', *flags)
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip()
   assert 'tau 1.00' in done.stderr.splitlines()[-1]

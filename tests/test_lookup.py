@@ -1,4 +1,4 @@
-"""What the text suggests: the longest earlier match, what followed it, and what it does to a drafter's children."""
+"""Lookup in the text: the longest earlier match, what followed it, and its effect on a drafter's children."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ IDS = jnp.array([3, 7, 20, 21, 40, 41, 60, 96], jnp.int32)
 
 
 def longest(text: list[int], path: list[int]) -> tuple[int, int]:
-  """What followed the longest earlier match of `path` (the newest token first), the last of equally long ones."""
+  """Find what followed the longest earlier match of `path` (the newest token first); of equally long ones, the last."""
   best = 0, NO_TOKEN
   for place in range(len(text) - 1):
     length = 0
@@ -39,7 +39,7 @@ def test_find_next_matches_a_search_in_numpy(seed):
 
   @jax.jit
   def follow(lookup: TextLookup):
-    """Behind the text, and behind one drafted token of two, and one more."""
+    """Look up what follows the text, one drafted token of two, and one more."""
     matches = [lookup.match()]
     matches.append(lookup.extend(jnp.repeat(matches[0], 2, axis=1), drafted_BW))
     matches.append(lookup.extend(matches[1][:, ::-1], drafted_BW))

@@ -37,7 +37,7 @@ def contents(notebook) -> list[tuple]:
 
 
 def tagged(notebook, tag: str) -> int:
-  """The place of the one cell with this tag."""
+  """Return the place of the one cell with this tag."""
   (place,) = [place for place, cell in enumerate(notebook.cells) if tag in cell.metadata.get('tags', [])]
   return place
 
@@ -58,6 +58,15 @@ def test_both_forms_hold_the_same_and_no_output(page):
   code = [cell for cell in notebook.cells if cell.cell_type == 'code']
   assert [cell.outputs for cell in code] == [[]] * len(code)
   assert {cell.execution_count for cell in code} == {None}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
+def test_metadata_name_the_runtime(page):
+  """A GPU where a drafter is trained; a CPU is enough for the others."""
+  for metadata in read(page).metadata, jupytext.read(page).metadata:
+    assert metadata['kernelspec']['name'] == 'python3'
+    runtime = metadata.get('accelerator'), metadata.get('colab')
+    assert runtime == (('GPU', {'gpuType': 'T4'}) if page.stem == 'train_a_drafter' else (None, None))
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)

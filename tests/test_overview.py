@@ -1,4 +1,4 @@
-"""What `python -m eagle_jax` lists, in the repository and where launchers are not."""
+"""The listing of `python -m eagle_jax`, in the repository and without launchers."""
 
 import subprocess
 import sys

@@ -80,7 +80,7 @@ def spans(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-  """What headings are called in links, as GitHub spells it."""
+  """Return the names of headings in links, as GitHub spells them."""
   headings = re.findall(r'^#+ (.*)$', prose(page), re.MULTILINE)
   return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
 
@@ -102,7 +102,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def is_there(name: str, page: Path) -> bool:
-  """Whether a page or source may call a file or folder by this name."""
+  """Return whether a file or folder of this name exists for a page or source."""
   return any((base / name).exists() for base in (page.parent, ROOT, PACKAGE))
 
 
@@ -134,7 +134,7 @@ def missing_names(page: Path) -> list[str]:
 
 
 def wrong_commands(page: Path) -> list[str]:
-  """Commands that are none of ours, or that name an extra or a file that is not there."""
+  """Find commands that are none of ours, or that name an extra or a file that is not there."""
   extras = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']['optional-dependencies']
   wrong = []
   for words in commands(page):
@@ -182,7 +182,7 @@ def test_sources_cite_pages_that_exist(path):
 
 @pytest.mark.parametrize('path', [path for path in SOURCES if PACKAGE in path.parents], ids=_name)
 def test_timings_stand_on_pages(path):
-  """In the code stand reasons; what a machine took on a day belongs to kernels/README.md or bench/RESULTS.md."""
+  """Code gives reasons; measured times belong in kernels/README.md or bench/RESULTS.md."""
   assert re.findall(r'.*\b\d[\d.,]* (?:ms|us|ns|million cycles)\b.*', text_of(path)) == []
 
 
@@ -195,7 +195,7 @@ def test_what_does_not_exist_is_found(tmp_path):
 
 
 def flags_of_launchers() -> set[str]:
-  """Names that launchers define, with `no` before those of booleans."""
+  """Collect the flags that launchers define, with `no` before booleans."""
   names = set()
   for path in (ROOT / 'launch').glob('*.py'):
     for node in ast.walk(ast.parse(text_of(path))):
@@ -246,7 +246,7 @@ ASKED = [Letters().encode_prompt('Why is the sky blue?'), [1, 90, 18], [1, 26]]
 
 @pytest.fixture(scope='module')
 def readme():
-  """What the README's Python, run from top to bottom with a tiny pair, defined and printed; `plain` answers ASKED."""
+  """Run the README's Python from top to bottom with a tiny pair; return what it defined and printed."""
   target, drafter = tiny.target(SMALL, tokenizer=Letters()), tiny.drafter()
   make_mesh, names, registries = eagle_jax.make_mesh, {'__name__': 'readme'}, (families.FAMILIES, kinds.KINDS)
   before = [{*registry} for registry in registries]

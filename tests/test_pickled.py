@@ -20,13 +20,13 @@ from eagle_jax.weights.safetensors import read_safetensors
 
 
 class Global:
-  """Pickles as a name, whether or not there is anything of that name here."""
+  """An object that pickles as a name, whether or not anything has that name here."""
 
   def __init__(self, module: str, name: str):
     self.module, self.name = module, name
 
   def __call__(self, *_):
-    """What makes it look like something to be called."""
+    """Look like something that can be called."""
 
 
 class Call:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize('cluster', ['here', 'localhost:1,2', 'localhost:1,two,0', ''])
 def test_a_cluster_that_is_none(cluster):
-  with pytest.raises(ValueError, match="'auto' or HOST:PORT,NUMBER,INDEX is needed"):
+  with pytest.raises(ValueError, match=f"'auto' or HOST:PORT,NUMBER,INDEX, got {cluster!r}"):
     processes.join(cluster)
 
 
@@ -52,7 +52,7 @@ def commands(number, command):
 
 
 def run_together(commands):
-  """What each printed."""
+  """Run commands together; return what each printed."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
   how = {'env': environment, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
   running = [subprocess.Popen(command, **how) for command in commands]
@@ -63,7 +63,7 @@ def run_together(commands):
 
 @pytest.fixture(scope='module')
 def found(tmp_path_factory):
-  """By one process of four devices, and by two of two; and the second run's folder."""
+  """Return the results of one process with four devices, and of two with two each; and the second run's folder."""
   script = str(ROOT / 'tests' / 'several_processes.py')
   alone, together = (tmp_path_factory.mktemp(name) for name in ('alone', 'together'))
   run_together([[sys.executable, script, str(alone)]])

@@ -128,7 +128,7 @@ def test_it_is_loaded_so_and_kept_only_as_it_was(tmp_path):
   with pytest.raises(ValueError, match='quantised'):
     train(target, small.config, [], [], None, tmp_path / 'run', initial=small)
   assert not (tmp_path / 'again').exists()
-  with pytest.raises(ValueError, match="'float16' or 'int8' is needed"):
+  with pytest.raises(ValueError, match="'float16' or 'int8', got 'int4'"):
     hub.load_drafter(tmp_path / 'saved', target, dtype='int4')
 
 

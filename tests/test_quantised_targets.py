@@ -27,7 +27,7 @@ def by_blocks(rng, shape):
 
 
 def meeting(scale, shape, *, block=None):
-  """The scale of each number, found one at a time."""
+  """Find the scale of each number, one at a time."""
   rows, columns = block or (shape[0] // scale.shape[0], shape[1] // scale.shape[1])
   return np.array([[scale[i // rows, j // columns] for j in range(shape[1])] for i in range(shape[0])])
 

@@ -79,7 +79,7 @@ def test_a_traced_text_is_the_text(target, drafter, policy, temperature):
 
 
 def test_drafts_are_accepted_at_all(target, drafter):
-  """Else the tests beside this one see paths of one node."""
+  """Otherwise the other tests here would see paths of one node only."""
   _, traced = both(target, drafter, policy=SMALL)
   assert max(len(cycle.path) for cycles in traced.trace for cycle in cycles) > 1
 

@@ -54,7 +54,7 @@ def decoded(target, drafter, policy, sampling) -> Generation:
 
 @functools.partial(jax.jit, static_argnames='network')
 def features(params, token_BL, *, network: TransformerTarget):
-  """[B, L, D] f32 of whole texts, in one pass."""
+  """Compute features [B, L, D] f32 of whole texts in one pass."""
   position_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
   causal_BLL = jnp.broadcast_to(jnp.tri(token_BL.shape[1], dtype=bool), (*token_BL.shape, token_BL.shape[1]))
   taps, _ = network.forward(params, token_BL, position_BL, causal_BLL, network.init_cache(token_BL.shape[0], 0))
@@ -62,7 +62,7 @@ def features(params, token_BL, *, network: TransformerTarget):
 
 
 def examples_of(target, generation: Generation, *, temperature=0.0, seed=0) -> list[Example]:
-  """What these answers would have left behind, but with features of float32."""
+  """Make the examples that these answers would have recorded, but with features in float32."""
   texts = [prompt + answer for prompt, answer in zip(PROMPTS, generation.tokens, strict=True)]
   token_BL, _ = pad_prompts(texts, max(map(len, PROMPTS)) + NUM_NEW)
   feature_BLD = np.asarray(features(target.params, token_BL, network=TransformerTarget(target.config)))

@@ -22,7 +22,7 @@ NUM_NEW = 24
 
 @pytest.fixture(params=[False, True], ids=['held as floats', 'held as bytes'])
 def is_bytes(request, monkeypatch):
-  """What an accelerator does, too: products of bytes and floats."""
+  """Use products of bytes and floats, as accelerators do."""
   monkeypatch.setattr(rounded, 'reads_bytes', lambda mesh: request.param)
   return request.param
 

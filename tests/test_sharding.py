@@ -38,7 +38,7 @@ WHOLE = MESHES[1:]  # on which every case is decoded; on the first, those of the
 
 
 class FourByTwo:
-  """What `partition` reads of a mesh."""
+  """The part of a mesh that `partition` reads."""
 
   shape = {'data': 4, 'model': 2}
 
@@ -129,7 +129,7 @@ def test_every_parameter_has_its_row_or_is_small(shapes):
 
 
 def on_eight_devices(script: str):
-  """What a script prints as JSON. A process of its own, since the number of devices is fixed when JAX starts."""
+  """Return what a script prints as JSON. A process of its own, since the number of devices is fixed when JAX starts."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
   command = [sys.executable, Path(__file__).with_name(script)]
   done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -32,7 +32,7 @@ def folder(tmp_path, no_compilation_cache):
 
 
 def was_found(x, *, factor=2):
-  """Whether a process that starts now finds the program that multiplies; it runs as it should anyway."""
+  """Return whether a process that starts now finds the program that multiplies; check that it multiplies anyway."""
   traced = []
 
   def multiply(tree, *, factor):
@@ -102,11 +102,11 @@ def test_what_cannot_be_kept_runs(folder, caplog):
 
 
 class LongerChain(Chain):
-  """What it does is no business of ours, and may be another thing tomorrow."""
+  """A policy of a user, whose code may change at any time."""
 
 
 class Named(NamedTuple):
-  """It says its fields, and not what it does."""
+  """An object whose `repr` shows its fields, and not what it does."""
 
   max_depth: int = 2
 

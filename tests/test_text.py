@@ -297,7 +297,7 @@ def test_template_errors_are_clear():
   refusing = with_template("{{ raise_exception('roles must alternate') }}")
   with pytest.raises(ValueError, match='roles must alternate'):
     refusing.encode_prompt('a')
-  with pytest.raises(ValueError, match="needs 'role' and 'content'; got one with"):
+  with pytest.raises(ValueError, match="'role' and 'content', got {'text': 'a'}"):
     refusing.encode_chat([{'text': 'a'}])
 
 

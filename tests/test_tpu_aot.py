@@ -39,7 +39,7 @@ def devices():
 
 
 def compile_all(pair: ShapedPair, *, policy: DynamicTree):
-  """The programs by name, each compiled for what the one before it returns, and the state between them."""
+  """Compile the programs, each for what the one before it returns; return them by name, and the state between them."""
   spec = pair.spec(policy)
   prefill, state = pair.prefill(spec)
   step = pair.compile(decode_step, state, spec, NO_COPIES_AHEAD)

@@ -396,7 +396,7 @@ def test_flops_by_hand():
 
 @pytest.fixture(scope='module')
 def finished_run(target, tmp_path_factory):
-  """What runs or resumes a training in a folder, the folder of a run that has ended, and its metrics."""
+  """Return a function that runs or resumes a training, the folder of a finished run, and its metrics."""
   examples, folder = answered(12, 24, 1.0), tmp_path_factory.mktemp('finished') / 'run'
   run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], RECIPE, report_every=2)
   return run, folder, run(folder)
@@ -407,7 +407,7 @@ class Killed(Exception):
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
-  """Bit for bit, drafter and logs, wherever it is stopped."""
+  """Drafter and logs are equal bit for bit, wherever the run is stopped."""
   examples = answered(12, 24, 1.0)
   run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], RECIPE, report_every=2)
   expected = run(tmp_path / 'whole')

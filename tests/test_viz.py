@@ -35,7 +35,7 @@ a
 
 
 class Scripts(HTMLParser):
-  """What a browser's parser takes for the contents of scripts."""
+  """A parser that collects the contents of scripts as a browser does."""
 
   def __init__(self):
     super().__init__()
@@ -51,7 +51,7 @@ class Scripts(HTMLParser):
 
 
 def data_of(page: Path) -> dict:
-  """What a page knows; it stands in the first of its two scripts."""
+  """Read the data of a page, which stand in the first of its two scripts."""
   parser = Scripts()
   parser.feed(page.read_text(encoding='utf-8'))
   assert len(parser.contents) == 2
@@ -64,7 +64,7 @@ def said(text: dict) -> str:
 
 @pytest.fixture(scope='module')
 def traced():
-  """A tiny pair's answers, of which one ends at its first token, and their pages' prompts."""
+  """Answer prompts with a tiny pair, one of which ends at its first token; return the answers and the prompts."""
   target, prompts = tiny.target(tokenizer=BYTES), [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11]]
   first = decode.generate(target, None, prompts, max_new_tokens=1).tokens[1]
   return decode.generate(

@@ -212,7 +212,7 @@ def test_assemble_finds_overflow_of_the_wanted_dtype(table):
 
 def test_assemble_refuses_a_tensor_that_comes_twice(table):
   tensors = list(random_tensors(table).items())
-  with pytest.raises(ValueError, match='token_embd.weight: came twice'):
+  with pytest.raises(ValueError, match='token_embd.weight: found twice'):
     assemble([*tensors, tensors[0]], table, jnp.float32)
 
 

@@ -36,5 +36,5 @@ TOY, EOS = Toy(), (0,)
 
 
 def spoken(script: Script) -> tuple[str, str]:
-  """A script's text, and below each token a '^' where the assistant says it."""
+  """Return a script's text, and a line with '^' below each token that the assistant says."""
   return ''.join(TOY.alphabet[i] for i in script.token), ''.join('^' if own else ' ' for own in script.is_answer)

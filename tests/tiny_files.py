@@ -1,4 +1,4 @@
-"""Weight files of networks so small that writing and reading one takes milliseconds."""
+"""Write weight files of networks so small that writing and reading one takes milliseconds."""
 
 import json
 
@@ -33,14 +33,14 @@ HF_CONFIG = {
 
 
 def random_tensors(table: naming.Table, seed: int = 0) -> dict[str, np.ndarray]:
-  """File name -> f32 array of the right shape, for those that must be there."""
+  """Make a random f32 array for each tensor that must be in the file, by name."""
   rng = np.random.default_rng(seed)
   names = [name for name in table.entries if name not in table.optional]
   return {name: rng.standard_normal(table.entries[name].shape, dtype=np.float32) for name in names}
 
 
 def hf_folder(path, content, *, num_shards=1):
-  """A Hugging Face folder without a tokenizer."""
+  """Write a Hugging Face folder without a tokenizer."""
   path.mkdir()
   (path / 'config.json').write_text(json.dumps(content))
   tensors = list(random_tensors(naming.hf_table(TINY)).items())
@@ -56,7 +56,7 @@ def hf_folder(path, content, *, num_shards=1):
 
 
 def byte_letters() -> list[str]:
-  """The letter that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+  """Return the letter that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
   printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
   others = [byte for byte in range(256) if byte not in printable]
   letter = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -64,7 +64,7 @@ def byte_letters() -> list[str]:
 
 
 def byte_metadata(**changes) -> dict:
-  """GGUF metadata of a tokenizer whose ids 0..255 are bytes, 256 an ordinary word, 257 and 258 special."""
+  """Make the GGUF metadata of a tokenizer whose ids 0..255 are bytes, 256 an ordinary word, 257 and 258 special."""
   prefix = 'tokenizer.ggml.'
   fields = {
     'model': 'gpt2',
@@ -79,7 +79,7 @@ def byte_metadata(**changes) -> dict:
 
 
 def write_gguf(path, tensors, *, config=TINY, arch='llama', leave_out=(), extra=None, quantised=()):
-  """A GGUF file as converters write it; `quantised` tensors become Q8_0, the rest stay float32."""
+  """Write a GGUF file as converters do; `quantised` tensors become Q8_0, the rest stay float32."""
   writer = gguf.GGUFWriter(path, arch)
   fields = {
     'context_length': config.max_context,

@@ -1,4 +1,4 @@
-"""What runs first in a notebook's kernel in tests: names load a tiny pair, whose tokens are bytes; folders are read."""
+"""Run first in a notebook's kernel in tests: names load a tiny pair, whose tokens are bytes; folders are read."""
 
 import dataclasses
 import functools

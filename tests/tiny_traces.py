@@ -23,7 +23,7 @@ A_CYCLE = Cycle(
 
 
 def random_tree(rng, num_nodes: int, max_depth: int) -> tuple[np.ndarray, list[list[int]]]:
-  """Parents, and the nodes from the root to each node."""
+  """Make a random tree: its parents, and the nodes from the root to each node."""
   parents, paths = [NO_PARENT], [[0]]
   while len(parents) < num_nodes:
     parent = int(rng.integers(len(parents)))
@@ -34,7 +34,7 @@ def random_tree(rng, num_nodes: int, max_depth: int) -> tuple[np.ndarray, list[l
 
 
 def random_cycle(rng, ids, place: int, *, num_nodes=12, max_depth=4, accepts=True) -> Cycle:
-  """A cycle behind `ids[:place]` that accepts as much of what follows as a random path of its tree has room for."""
+  """Make a cycle behind `ids[:place]` that accepts as much of the rest as a random path of its tree can hold."""
   parent, paths = random_tree(rng, num_nodes, max_depth)
   path = paths[int(rng.integers(num_nodes))] if accepts else [0]
   path = path[: len(ids) - place]
@@ -49,7 +49,7 @@ def random_cycle(rng, ids, place: int, *, num_nodes=12, max_depth=4, accepts=Tru
 
 
 def trace_of(ids, **how) -> list[Cycle]:
-  """Cycles that emit these ids; the first is the prefill's."""
+  """Make cycles that emit these ids; the first is the prefill's."""
   rng, place, cycles = np.random.default_rng(0), 1, []
   while place < len(ids):
     cycles.append(random_cycle(rng, ids, place, **how))

@@ -24,6 +24,7 @@ from eagle_jax.evaluate.guesses import Agreement, TextPass, agreement, read_text
 from eagle_jax.models.layers import norm_of
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Chain
+from eagle_jax.progress import progress_bar
 from eagle_jax.sharding import mesh_of, use_mesh
 
 USUAL_BASE = 10_000.0  # of RoPE where a config does not name one
@@ -223,7 +224,8 @@ def diagnose(target: Target, drafter: Drafter, text: Text, bare: Text | None) ->
   log.info('reading %d tokens, and trying repairs along them ...', len(text.token))
   seen = read(text)
   base = measure(target, own, seen, text.is_answer)
-  tried = [(repair, measure(target, repair, seen, text.is_answer)) for repair in repairs(target, drafter)]
+  ways = progress_bar([*repairs(target, drafter)], desc='repairs', unit='repair')
+  tried = [(repair, measure(target, repair, seen, text.is_answer)) for repair in ways]
   if bare is not None:
     advice = 'use the chat template that the drafter was trained with, or train it on this one'
     alone = measure(target, own, read(bare), bare.is_answer)

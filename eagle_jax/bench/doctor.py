@@ -23,6 +23,7 @@ from eagle_jax.evaluate.calibration import acceptance_by_rank, nan_to_none, or_n
 from eagle_jax.evaluate.trace import Nodes, Traced, nodes_of_cycles
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Chain, DynamicTree, TreePolicy
+from eagle_jax.progress import progress_bar
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, num_devices
 
@@ -156,7 +157,7 @@ def decode_all(
       generate(target, None, [prompt.token], row_ids=[number], **options),
       generate(target, drafter, [prompt.token], row_ids=[number], policy=plan.tree, trace=True, **options),
     )
-    for number, prompt in enumerate(asked)
+    for number, prompt in enumerate(progress_bar(asked, desc=f'decoding, temperature {temperature:g}', unit='prompt'))
   ]
 
 
@@ -243,7 +244,7 @@ def time_policies(target: Target, drafter: Drafter, asked: Sequence[Prompt], pla
   log.info('timing plain decoding and %d policies ...', len(plan.policies))
   policies: list[Any] = ['plain', *(one for one in plan.policies if max(one.fanouts) <= drafter.config.num_ids)]
   stats: list[list[dict[str, Any]]] = [[] for _ in policies]
-  for prompt in asked:
+  for prompt in progress_bar(asked, desc='timing', unit='prompt'):
     for policy, of_policy in zip(policies, stats, strict=True):
       options: Any = {'max_new_tokens': plan.max_new_tokens, 'policy': policy}
       of_policy.append(generate_warm(target, drafter, [prompt.token], **options).stats)
@@ -314,14 +315,14 @@ def describe(report: dict[str, Any]) -> str:
     *_published_lines(report['published']),
   ]
   if recorded:
-    rows = [{'change': 'as it is', **recorded['as_it_is']}, *recorded['repairs']]
+    readings = [{'change': 'as it is', **recorded['as_it_is']}, *recorded['repairs']]
     lines += [
       '',
       f'| along {recorded["num_tokens"]} tokens | first choice right | of answers | second |',
       '|---|---|---|---|',
     ]
     lines += [
-      f'| {one["change"]} | {" | ".join(_share(one[n]) for n in ("first", "answers", "second"))} |' for one in rows
+      f'| {one["change"]} | {" | ".join(_share(one[n]) for n in ("first", "answers", "second"))} |' for one in readings
     ]
     guessed = f'The commonest token alone: {recorded["commonest"]:.2f}.'
     lines += ['', f"{guessed} The drafter can draft {recorded['coverage']:.2f} of the target's choices."]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from eagle_jax.bench.measure import Bench
 from eagle_jax.bench.plots import plot
@@ -15,6 +14,7 @@ from eagle_jax.bench.summary import report, write
 from eagle_jax.evaluate.answered import Answered
 from eagle_jax.evaluate.calibration import calibrate
 from eagle_jax.policy.trees import DynamicTree
+from eagle_jax.progress import progress_bar
 
 log = logging.getLogger('eagle_jax')
 
@@ -43,7 +43,7 @@ def run(
   """
   measured = bench.measure(questions, temperature, answers_log, settings)
   total = bench.num_repeats * sum(len(bench.turns(question)) for question in questions)
-  answers = list(tqdm(measured, desc=f'answers, temperature {temperature:g}', total=total))
+  answers = list(progress_bar(measured, desc=f'answers, temperature {temperature:g}', total=total))
   if not answers:
     raise ValueError(
       f'At least one of {len(questions)} questions must fit the context of {bench.target.config.max_context} tokens '

@@ -1,6 +1,7 @@
 """Decode prompts with a target and a drafter: `generate`, `stream`, and the pure functions they are made of.
 
 params, spec = build(target, drafter)              the arrays, and the static description of the program
+tokens_BL, length_B = pad_prompts(prompts, max_prompt)
 state = prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=128)
 state = decode_loop(params, state, spec=spec)      or decode_step, for one step at a time
 tokens_BN, length_B, num_accepted_BN = result(state)

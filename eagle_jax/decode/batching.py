@@ -9,7 +9,7 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +89,7 @@ def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
       next_number += 1
 
 
-_EMPTY, _PREFILL, _INSERT, _ADVANCE = map(Program, (empty, run_prefill, insert, advance))
+_EMPTY, _PREFILL, _INSERT, _ADVANCE, _STEP = map(Program, (empty, run_prefill, insert, advance, decode_step))
 
 
 class Batcher:
@@ -131,12 +131,16 @@ class Batcher:
     self._static = of_spec(spec) | {'num_new': num_new}
     self.prefill_s = self.decode_s = self.compile_s = 0.0
 
-  def run(self, requests: Iterable[Request], take: Program) -> Iterator[tuple[int, Any]]:
+  def run(
+    self, requests: Iterable[Request], take: Program, has_ended: Callable[[int, Any], bool] | None = None
+  ) -> Iterator[tuple[int, Any]]:
     """Decode the requests; yield the number of each as it finishes, with its outputs, which depend on it alone.
 
     Args:
       requests: prompts of 1 to `max_prompt` tokens.
       take: (state, row_n [n] i32) -> the outputs of these rows, a pytree of arrays [n, ...], fetched to the host.
+      has_ended: (number, outputs) -> whether a request has ended though the device goes on, asked on the host before
+        each step; None: decode many steps at a time.
     """
     waiting = collections.deque(enumerate(requests))
     running: dict[int, int] = {}  # number of the request, by row
@@ -145,10 +149,13 @@ class Batcher:
     while waiting or running:
       with use_mesh(self._mesh):
         state = self._refill(state, waiting, running)
-        num_free = self._batch_size - len(running)
-        num_done = min(self._num_refill, len(waiting)) if waiting else num_free + min(self._num_refill, len(running))
-        state = self._run_timed(_ADVANCE, 'decode_s', self._params, state, np.int32(num_done), spec=self._spec)
-        finished = self._take_finished(state, running, take)
+        if has_ended is None:
+          num_free = self._batch_size - len(running)
+          num_done = min(self._num_refill, len(waiting)) if waiting else num_free + min(self._num_refill, len(running))
+          state = self._run_timed(_ADVANCE, 'decode_s', self._params, state, np.int32(num_done), spec=self._spec)
+        finished = self._take_finished(state, running, take, has_ended)
+        if has_ended and not finished:
+          state = self._run_timed(_STEP, 'decode_s', self._params, state, spec=self._spec)
       yield from finished
 
   def _run_timed(self, program: Program, kind: str, *args: Any, **static: Any) -> Any:
@@ -209,10 +216,15 @@ class Batcher:
     arguments = self._arguments(zero_B[:, None], zero_B + 1, zero_B, zero_B.astype(np.float32))
     return self._run_timed(_EMPTY, 'prefill_s', *arguments, num_slots=self._num_slots, **self._static)
 
-  def _take_finished(self, state: DecodeState, running: dict[int, int], take: Program) -> list[tuple[int, Any]]:
-    """Free the rows that are done; return their requests' numbers and outputs."""
+  def _take_finished(
+    self, state: DecodeState, running: dict[int, int], take: Program, has_ended: Callable[[int, Any], bool] | None
+  ) -> list[tuple[int, Any]]:
+    """Free the rows whose requests have ended; return their numbers and outputs."""
     is_done_B = to_host(state.is_done)
-    done = {row: running.pop(row) for row in sorted(running) if is_done_B[row]}
-    size = -(-len(done) // self._num_refill) * self._num_refill  # few sizes, few programs
-    outputs = to_host(self._run_timed(take, 'decode_s', state, np.resize([*done], size).astype(np.int32)))
-    return [(number, jax.tree.map(lambda x, n=n: x[n], outputs)) for n, number in enumerate(done.values())]
+    rows = [row for row in sorted(running) if has_ended or is_done_B[row]]
+    by_refill = -(-len(rows) // self._num_refill) * self._num_refill
+    size = self._batch_size if has_ended else by_refill  # few sizes, few programs
+    outputs = to_host(self._run_timed(take, 'decode_s', state, np.resize(rows, size).astype(np.int32)))
+    each = {row: jax.tree.map(lambda x, n=n: x[n], outputs) for n, row in enumerate(rows)}
+    ended = [row for row in rows if (has_ended and has_ended(running[row], each[row])) or is_done_B[row]]
+    return [(running.pop(row), each[row]) for row in ended]

@@ -35,6 +35,11 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.n
 
   Raises:
     ValueError: a prompt is longer than `max_prompt`.
+
+  Example:
+    >>> tokens_BL, length_B = eagle_jax.decode.pad_prompts([[1, 90, 18], [1, 26]], 3)
+    >>> tokens_BL.shape, length_B.tolist()
+    ((2, 16), [3, 2])
   """
   length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
   if len(prompts) and length_B.max() > max_prompt:

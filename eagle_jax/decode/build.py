@@ -44,6 +44,11 @@ def build(
   Raises:
     ValueError: unknown policy, a tree without a drafter, a drafter for another target, or a policy that the drafter
       does not support.
+
+  Example:
+    >>> params, spec = eagle_jax.decode.build(target, drafter, policy=eagle_jax.Chain(3))
+    >>> spec.policy.num_nodes
+    4
   """
   resolved = resolve_policy(target, drafter, policy=policy, batch=batch, costs=costs)
   return assemble(target, resolved, chooser=chooser)

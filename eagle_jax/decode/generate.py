@@ -19,10 +19,12 @@ from eagle_jax.decode.program import Program
 from eagle_jax.decode.record import Cycle, run_traced, traced_step
 from eagle_jax.decode.request import (
   Options,
+  Prompt,
   at_least_one,
   known_integers,
   require_pair,
   require_valid,
+  stop_strings,
   takes_options,
   token_ids,
 )
@@ -33,7 +35,7 @@ from eagle_jax.models.transformer import Target
 from eagle_jax.processes import require_same
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import is_shared, mesh_of, to_host, use_mesh
-from eagle_jax.text import Detokenizer
+from eagle_jax.text import StopDetector
 
 REFILL_PARTS = 4  # a quarter of the batch is refilled at a time
 
@@ -75,7 +77,7 @@ class Chunk:
 def generate(
   target: Target,
   drafter: Drafter | None,
-  prompts: Sequence[str] | Sequence[Sequence[int]],
+  prompts: Sequence[Prompt],
   *,
   batch_size: int | None = None,
   trace: bool = False,
@@ -86,19 +88,28 @@ def generate(
   Args:
     target: from `load_target`.
     drafter: from `load_drafter`, or None for plain decoding.
-    prompts: strings, formatted with the chat template if the target has one, or lists or arrays of token ids, used
-      unchanged.
+    prompts: strings, each formatted as a user's message if the target has a chat template; conversations, lists of
+      `{'role': ..., 'content': ...}`; or lists or arrays of token ids, used unchanged.
     batch_size: prompts decoded together; the others wait for one of these to finish. None: all together.
     trace: also return what each target pass verified and accepted. Decoding then waits for the host after every step,
       in a program of its own.
     options: passed as keywords: max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0, policy='auto',
-      row_ids=None, eos_ids=None, costs=None, chooser=GumbelMax(). See `decode.request.Options`.
+      row_ids=None, eos_ids=None, costs=None, chooser=GumbelMax(), stop=(). See `decode.request.Options`.
 
   Returns:
     A `Generation`.
 
   Raises:
     ValueError: the request cannot be decoded; raised before anything is compiled.
+
+  Example:
+    >>> prompts = ['Why is the sky blue?']
+    >>> out = eagle_jax.generate(target, drafter, prompts, max_new_tokens=16, temperature=0.7, seed=1)
+    >>> out.stats['num_new_tokens']
+    16
+    >>> plain = eagle_jax.generate(target, None, prompts, max_new_tokens=16, temperature=0.7, seed=1)
+    >>> out.text == plain.text
+    True
   """
   request = _check(target, drafter, prompts, options, batch_size=batch_size)
   answers = Answers(target, request.traced() if trace else request)
@@ -112,7 +123,7 @@ def generate(
 def generate_each(
   target: Target,
   drafter: Drafter | None,
-  prompts: Sequence[str] | Sequence[Sequence[int]],
+  prompts: Sequence[Prompt],
   *,
   batch_size: int | None = None,
   trace: bool = False,
@@ -126,17 +137,29 @@ def generate_each(
 
   Raises:
     ValueError: as `generate`, at the call and not at the first answer.
+
+  Example:
+    >>> prompts = ['Name a colour.', 'Name a town.', 'Name a tree.']
+    >>> answers = eagle_jax.decode.generate_each(target, drafter, prompts, batch_size=2, max_new_tokens=16)
+    >>> [len(answer.tokens) for answer in answers]
+    [16, 16, 16]
   """
   request = _check(target, drafter, prompts, options, batch_size=batch_size)
   return Answers(target, request.traced() if trace else request)
 
 
 @takes_options
-def stream(target: Target, drafter: Drafter | None, prompt: str | Sequence[int], *, options: Options) -> 'Stream':
+def stream(target: Target, drafter: Drafter | None, prompt: Prompt, *, options: Options) -> 'Stream':
   """Decode one prompt and yield a `Chunk` for every step; joined, they equal `generate`, whose arguments they share.
 
   Raises:
     ValueError: as `generate`, at the call and not at the first chunk.
+
+  Example:
+    >>> chat = [{'role': 'system', 'content': 'Answer briefly.'}, {'role': 'user', 'content': 'Why is the sky blue?'}]
+    >>> chunks = eagle_jax.stream(target, drafter, chat, max_new_tokens=16)
+    >>> sum(len(chunk.tokens) for chunk in chunks)
+    16
   """
   return Stream(target, _check(target, drafter, [prompt], options))
 
@@ -150,6 +173,7 @@ class CheckedRequest(NamedTuple):
   batch_size: int  # prompts decoded together
   sampling: Sampling
   limits: dict[str, Any]  # max_new_tokens, row_ids, eos_ids
+  stop: tuple[str, ...]  # strings that end a text
   names: dict[str, str]  # of the policy, the chooser and the dtype of weights, for statistics
 
   def prepared(self) -> tuple[tuple, dict[str, Any]]:
@@ -164,6 +188,8 @@ class CheckedRequest(NamedTuple):
         f'trace=True decodes all prompts together; got batch_size {self.batch_size} for {len(self.ids)} prompts. '
         'Leave batch_size out, or pass fewer prompts at a time.'
       )
+    if self.stop:
+      raise ValueError(f'trace=True records whole texts, got stop={self.stop}: leave out one of them.')
     return self._replace(spec=dataclasses.replace(self.spec, is_traced=True))
 
 
@@ -174,17 +200,17 @@ def _check(
   ids = token_ids(target, prompts)
   batch = len(ids) if batch_size is None else min(len(ids), at_least_one('batch_size', batch_size))
   known = {name: known_integers(name, getattr(options, name)) for name in ('row_ids', 'eos_ids')}
-  options = dataclasses.replace(options, **known)
+  options, stop = dataclasses.replace(options, **known), stop_strings(target, options.stop)
   require_valid(target.config, ids, **options.limits(), **options.sampling())
   resolved = resolve_policy(
     target, drafter, policy=options.policy, batch=batch, is_refilled=batch < len(ids), costs=options.costs
   )
   params, spec = assemble(target, resolved, chooser=options.chooser)
   if is_shared(mesh_of(target.params)):
-    settings = options.limits(), options.sampling()
+    settings = options.limits(), options.sampling(), stop
     require_same('The request', (ids, batch, settings, spec, jax.tree.structure(params), params.policy))
   names = {'policy': resolved.policy.describe(), 'chooser': spec.chooser.name, 'weights': target.weights_name}
-  return CheckedRequest(params, spec, ids, batch, Sampling.of(**options.sampling()), options.limits(), names)
+  return CheckedRequest(params, spec, ids, batch, Sampling.of(**options.sampling()), options.limits(), stop, names)
 
 
 class Work(NamedTuple):
@@ -225,9 +251,23 @@ class Outputs(NamedTuple):
   def of(cls, state: DecodeState) -> 'Outputs':
     return cls(state.text, state.cache.length, state.num_accepted, Work.of(state))
 
+  def by_sequence(self) -> list['Outputs']:
+    """Fetch the outputs of a batch, and separate its sequences."""
+    outputs = to_host(self)
+    return [jax.tree.map(lambda x, b=b: x[b], outputs) for b in range(len(outputs.root))]
+
   def newest(self, num_new: Any) -> list[int]:
     """Take the last `num_new` tokens of the text."""
     return self.text[self.root + 1 - num_new : self.root + 1].tolist()
+
+  def cut(self, num_tokens: Any) -> 'Outputs':
+    """Leave out all but the first `num_tokens` new tokens; those left out came from the last pass."""
+    num_extra, num_accepted = self.work.num_tokens - num_tokens, self.num_accepted.copy()
+    if num_extra:
+      last = self.work.num_passes - 1
+      num_accepted[last] = min(num_accepted[last], num_tokens - 1 - (num_accepted[:last] + 1).sum())
+    work = self.work._replace(num_tokens=num_tokens)
+    return Outputs(self.text, self.root - num_extra, num_accepted, work)
 
 
 @jax.jit
@@ -266,6 +306,7 @@ class Answers(_WithStats, Iterator[Answer]):
     super().__init__(request)
     self.trace: list[list[Cycle]] | None = None  # as in `Generation`
     self._done: list[Work] = []
+    self._detectors = [StopDetector(target.tokenizer, request.stop) for _ in request.ids if request.stop]
     self._answers = self._make_answers(target)
 
   def __next__(self) -> Answer:
@@ -277,11 +318,28 @@ class Answers(_WithStats, Iterator[Answer]):
   def _make_answers(self, target: Target) -> Iterator[Answer]:
     is_one_batch = self._request.batch_size == len(self._request.ids)
     run = self._run_batch if is_one_batch else self._run_refilled
-    for outputs in in_order(run(mesh_of(target.params))):
-      tokens = outputs.newest(outputs.work.num_tokens)
+    for number, outputs in enumerate(in_order(run(mesh_of(target.params)))):
+      tokens, text = outputs.newest(outputs.work.num_tokens), None
       require_numbers(tokens, self._request.spec.target)
-      text = target.tokenizer.decode(tokens) if target.tokenizer else None
+      if self._detectors:
+        self._detectors[number].flush()
+        text = self._detectors[number].text
+      elif target.tokenizer:
+        text = target.tokenizer.decode(tokens)
       yield Answer(tokens, text, outputs.num_accepted[: outputs.work.num_passes].tolist())
+
+  def _finish(self, number: int, outputs: Outputs) -> tuple[int, Outputs]:
+    """Count a sequence as done; leave out what follows its stop string."""
+    outputs = outputs.cut(self._detectors[number].num_tokens) if self._detectors else outputs
+    self._done.append(outputs.work)
+    return number, outputs
+
+  def _has_stopped(self, number: int, outputs: Outputs) -> bool:
+    """Examine a sequence's newest tokens; return whether its text has come to a stop string."""
+    tokens, detector = outputs.newest(outputs.work.num_tokens), self._detectors[number]
+    require_numbers(tokens, self._request.spec.target)
+    detector.push(tokens[detector.num_tokens :])
+    return detector.is_stopped
 
   def _run_batch(self, mesh: Mesh | None) -> Iterator[tuple[int, Outputs]]:
     """Decode all prompts as one batch; yield the number and the outputs of each at the end."""
@@ -292,19 +350,32 @@ class Answers(_WithStats, Iterator[Answer]):
       start = time.perf_counter()
       state = jax.block_until_ready(run(*arguments))
       self._seconds['prefill_s'] = time.perf_counter() - start
-      program = _TRACED if request.spec.is_traced else _LOOP
+      program = _TRACED if request.spec.is_traced else _STEP if request.stop else _LOOP
       run, loop_compile_s = program.compile(request.params, state, spec=request.spec)
       start = time.perf_counter()
-      if request.spec.is_traced:
-        state, self.trace = run_traced(run, request.params, state)
+      if request.stop:
+        each = self._run_to_stop(run, state)
       else:
-        state = run(request.params, state)
-      outputs = to_host(Outputs.of(state))
+        if request.spec.is_traced:
+          state, self.trace = run_traced(run, request.params, state)
+        else:
+          state = run(request.params, state)
+        each = Outputs.of(state).by_sequence()
       self._seconds['decode_s'] = time.perf_counter() - start
     self._seconds['compile_s'] = prefill_compile_s + loop_compile_s
-    each = [jax.tree.map(lambda x, b=b: x[b], outputs) for b in range(request.batch_size)]
-    self._done = [one.work for one in each]
-    yield from enumerate(each)
+    yield from [self._finish(b, outputs) for b, outputs in enumerate(each)]
+
+  def _run_to_stop(self, run: Any, state: DecodeState) -> list[Outputs]:
+    """Decode step by step until every text has ended; return each sequence's outputs when it did."""
+    ended: dict[int, Outputs] = {}
+    while True:
+      is_done_B = to_host(state.is_done)
+      for b, outputs in enumerate(Outputs.of(state).by_sequence()):
+        if b not in ended and (self._has_stopped(b, outputs) or is_done_B[b]):
+          ended[b] = outputs
+      if len(ended) == len(is_done_B):
+        return [ended[b] for b in range(len(is_done_B))]
+      state = run(self._request.params, state)
 
   def _run_refilled(self, mesh: Mesh | None) -> Iterator[tuple[int, Outputs]]:
     """Decode more prompts than fit one batch; yield the number and the outputs of each as it finishes."""
@@ -322,10 +393,10 @@ class Answers(_WithStats, Iterator[Answer]):
       sampling=request.sampling,
       eos_ids=request.spec.target.eos_ids if limits['eos_ids'] is None else limits['eos_ids'],
     )
-    for number, outputs in batcher.run(map(Request, row_ids, request.ids), _OUTPUTS_AT):
+    has_ended = self._has_stopped if request.stop else None
+    for number, outputs in batcher.run(map(Request, row_ids, request.ids), _OUTPUTS_AT, has_ended):
       self._seconds = {name: getattr(batcher, name) for name in self._seconds}
-      self._done.append(outputs.work)
-      yield number, outputs
+      yield self._finish(number, outputs)
 
 
 class Stream(_WithStats, Iterator[Chunk]):
@@ -333,7 +404,7 @@ class Stream(_WithStats, Iterator[Chunk]):
 
   def __init__(self, target: Target, request: CheckedRequest):
     super().__init__(request)
-    self._detokenizer = Detokenizer(target.tokenizer) if target.tokenizer else None
+    self._detector = StopDetector(target.tokenizer, request.stop) if target.tokenizer else None
     self._newest = Work(*np.zeros((len(Work._fields), 1), np.int32))
     self._chunks = self._make_chunks(mesh_of(target.params))
 
@@ -366,13 +437,15 @@ class Stream(_WithStats, Iterator[Chunk]):
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
     """Make the chunk of the newest step; also return whether it was the last."""
-    outputs, is_done = to_host((Outputs.of(state), state.is_done))
-    one = jax.tree.map(lambda x_1: x_1[0], outputs)
-    tokens = one.newest(one.work.num_tokens - self._newest.num_tokens[0])
+    (outputs,), is_done = Outputs.of(state).by_sequence(), bool(to_host(state.is_done))
+    num_before = self._newest.num_tokens[0]
+    tokens, text = outputs.newest(outputs.work.num_tokens - num_before), ''
     require_numbers(tokens, self._request.spec.target)
-    self._newest = outputs.work
-    num_passes = int(one.work.num_passes)
-    text = ''
-    if self._detokenizer:
-      text = self._detokenizer.push(tokens) + (self._detokenizer.flush() if is_done else '')
-    return Chunk(text, tokens, int(one.num_accepted[num_passes - 1]) if num_passes else 0), bool(is_done)
+    if self._detector:
+      text = self._detector.push(tokens)
+      is_done |= self._detector.is_stopped
+      text += self._detector.flush() if is_done else ''
+      outputs = outputs.cut(self._detector.num_tokens)
+    tokens, num_passes = tokens[: outputs.work.num_tokens - num_before], int(outputs.work.num_passes)
+    self._newest = jax.tree.map(np.atleast_1d, outputs.work)
+    return Chunk(text, tokens, int(outputs.num_accepted[num_passes - 1]) if num_passes else 0), is_done

@@ -60,6 +60,13 @@ def prefill(
   Raises:
     ValueError: arrays of another rank or not of integers, max_new_tokens below 1, or anything else that `generate`
       refuses, as far as the values are not traced.
+
+  Example:
+    >>> params, spec = eagle_jax.decode.build(target, drafter, policy=eagle_jax.Chain(3))
+    >>> tokens_BL, length_B = eagle_jax.decode.pad_prompts([[1, 90, 18], [1, 26]], 3)
+    >>> state = eagle_jax.decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=16)
+    >>> state.num_tokens.tolist()
+    [1, 1]
   """
   max_new_tokens = at_least_one('max_new_tokens', max_new_tokens)
   sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}

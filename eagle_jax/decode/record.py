@@ -27,7 +27,7 @@ class Cycle(NamedTuple):
 
 
 class Observed(NamedTuple):
-  """What is fetched from the device after a step; see `DecodeState`, `DraftTree` and `Verdict`."""
+  """The arrays that are fetched from the device after a step; see `DecodeState`, `DraftTree` and `Verdict`."""
 
   is_live: jax.Array  # [B] bool, before the step
   is_done: jax.Array  # [B] bool, after it
@@ -97,7 +97,7 @@ def cycle_of(seen: Any) -> Cycle:
 
 
 def sibling_ranks(parent: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-  """[n] i32: count each node's siblings that are likelier; of equal ones the first is."""
+  """Count each node's likelier siblings, [n] i32; of equal ones the first counts as likelier."""
   node = np.arange(len(parent))
   is_likelier = (log_q[None] > log_q[:, None]) | ((log_q[None] == log_q[:, None]) & (node[None] < node[:, None]))
   return ((parent[None] == parent[:, None]) & is_likelier).sum(axis=1, dtype=np.int32)

@@ -22,6 +22,9 @@ MAX_TEMPERATURE = 1e6  # all tokens are about equally likely there; at 1e38, tem
 MIN_TOP_P = float(np.finfo(np.float32).tiny)  # smaller numbers may be flushed to 0, which keeps no token
 
 
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or a conversation
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
   """Keyword arguments shared by `generate`, `generate_each` and `stream`.
@@ -37,6 +40,8 @@ class Options:
     eos_ids: tokens that end a sequence; default the target's, () for none.
     costs: measured costs for 'auto' and policies that need them; default those stored for this device and pair.
     chooser: the acceptance rule.
+    stop: strings, or one, before the first of which each text ends; tokens end with the one that completes it. The host
+      then looks at the text after every step.
   """
 
   max_new_tokens: int = 128
@@ -49,6 +54,7 @@ class Options:
   eos_ids: Sequence[int] | None = None
   costs: Costs | None = None
   chooser: Chooser = GumbelMax()
+  stop: str | Sequence[str] = ()
 
   def limits(self) -> dict[str, Any]:
     """Select the limits and noise keys, as keyword arguments of `prefill.prepare`."""
@@ -80,10 +86,10 @@ def takes_options(function: Callable) -> Callable:
 
 
 def token_ids(target: Target, prompts: Any) -> list[list[int]]:
-  """Encode strings with the target's tokenizer; convert lists or arrays of token ids to lists.
+  """Encode strings and chats with the target's tokenizer; convert lists or arrays of token ids to lists.
 
   Raises:
-    ValueError: the prompts are neither, are mixed, or there are none.
+    ValueError: the prompts are none of these, mix text and ids, or there are none.
   """
   prompts = _to_list(prompts)
   if isinstance(prompts, str):
@@ -91,17 +97,36 @@ def token_ids(target: Target, prompts: Any) -> list[list[int]]:
   if not hasattr(prompts, '__len__') or isinstance(prompts, (Mapping, Set)) or not len(prompts):
     raise ValueError(f'`prompts` must be a non-empty list of strings or of lists of token ids, got {prompts!r}.')
   prompts = [*prompts]
-  if any(isinstance(prompt, str) for prompt in prompts):
-    if not all(isinstance(prompt, str) for prompt in prompts):
-      raise ValueError(f'`prompts` must be all strings or all lists of token ids, got both: {prompts!r:.80}.')
+  is_text = [isinstance(prompt, str) or is_chat(prompt) for prompt in prompts]
+  if any(is_text):
+    if not all(is_text):
+      raise ValueError(f'`prompts` must be all text or all lists of token ids, got both: {prompts!r:.80}.')
     if target.tokenizer is None:
       raise ValueError(
-        f'Target {target.config.name!r} has no tokenizer, so prompts must be lists of token ids, got strings.'
+        f'Target {target.config.name!r} has no tokenizer, so prompts must be lists of token ids, got text.'
       )
     if '' in prompts:
       raise ValueError(f'Prompt {prompts.index("")} must have at least one character, got an empty string.')
-    return [target.tokenizer.encode_prompt(prompt) for prompt in prompts]
+    to_ids = target.tokenizer
+    return [to_ids.encode_prompt(one) if isinstance(one, str) else to_ids.encode_chat(one) for one in prompts]
+  if all(isinstance(prompt, Mapping) for prompt in prompts):
+    raise ValueError(f'`prompts` must be a list of conversations, got one: pass [{prompts!r:.80}].')
   return [integers(f'Prompt {number}', tokens) for number, tokens in enumerate(prompts)]
+
+
+def is_chat(prompt: Any) -> bool:
+  """Return whether this is a list of chat messages, dicts with 'role' and 'content'."""
+  return isinstance(prompt, (list, tuple)) and any(isinstance(message, Mapping) for message in prompt)
+
+
+def stop_strings(target: Target, stop: Any) -> tuple[str, ...]:
+  """Convert one stop string or several to a tuple; raise a ValueError if the text cannot be compared with them."""
+  strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
+  if not all(isinstance(string, str) and string for string in strings):
+    raise ValueError(f"`stop` must be a list of strings that are not empty, such as ['\\n\\n'], got {stop!r:.80}.")
+  if strings and target.tokenizer is None:
+    raise ValueError(f'Target {target.config.name!r} has no tokenizer, so there is no text to stop at {stop!r:.80}.')
+  return strings
 
 
 def require_pair(target: Any, drafter: Any) -> None:
@@ -189,7 +214,7 @@ def require_valid_batch(
 
 
 def is_known(*values: Any) -> bool:
-  """Are all arrays in these pytrees known, none of them traced?"""
+  """Return whether all arrays in these pytrees are known, none of them traced."""
   return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
 
 

@@ -133,13 +133,31 @@ def step(params: Params, state: DecodeState, *, spec: Spec) -> Step:
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
 def decode_step(params: Params, state: DecodeState, *, spec: Spec) -> DecodeState:
-  """Run one `step`. `state` is donated."""
+  """Run one `step`. `state` is donated.
+
+  Example:
+    >>> params, spec = eagle_jax.decode.build(target, drafter, policy=eagle_jax.Chain(3))
+    >>> tokens_BL, length_B = eagle_jax.decode.pad_prompts([[1, 90, 18], [1, 26]], 3)
+    >>> state = eagle_jax.decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=16)
+    >>> state = eagle_jax.decode.decode_step(params, state, spec=spec)
+    >>> state.num_passes.tolist()
+    [1, 1]
+  """
   return step(params, state, spec=spec).state
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
 def decode_loop(params: Params, state: DecodeState, *, spec: Spec) -> DecodeState:
-  """Run `decode_step` until every sequence is done, in one `lax.while_loop` on the device. `state` is donated."""
+  """Run `decode_step` until every sequence is done, in one `lax.while_loop` on the device. `state` is donated.
+
+  Example:
+    >>> params, spec = eagle_jax.decode.build(target, drafter, policy=eagle_jax.Chain(3))
+    >>> tokens_BL, length_B = eagle_jax.decode.pad_prompts([[1, 90, 18], [1, 26]], 3)
+    >>> state = eagle_jax.decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=16)
+    >>> state = eagle_jax.decode.decode_loop(params, state, spec=spec)
+    >>> state.num_tokens.tolist()
+    [16, 16]
+  """
   return jax.lax.while_loop(
     lambda state: ~state.is_done.all(), lambda state: decode_step(params, state, spec=spec), state
   )
@@ -152,6 +170,14 @@ def result(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
     tokens_BN: [B, N] i32, new tokens; NO_TOKEN past each sequence's length.
     length_B: [B] i32, number of new tokens of each sequence.
     num_accepted_BN: [B, N] i32, drafted tokens emitted by each target pass of the sequence; -1 past its last pass.
+
+  Example:
+    >>> params, spec = eagle_jax.decode.build(target, drafter, policy=eagle_jax.Chain(3))
+    >>> tokens_BL, length_B = eagle_jax.decode.pad_prompts([[1, 90, 18], [1, 26]], 3)
+    >>> state = eagle_jax.decode.prefill(params, tokens_BL, length_B, spec=spec, max_new_tokens=16)
+    >>> tokens_BN, length_B, num_accepted_BN = eagle_jax.decode.result(state)
+    >>> tokens_BN.shape, length_B.tolist()
+    ((2, 16), [1, 1])
   """
   num_new = state.num_accepted.shape[1]
   index_1N = jnp.arange(num_new)[None]

@@ -17,7 +17,7 @@ HeadConfig = DrafterConfig | Eagle3Config
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-  """A drafter as files of another layout."""
+  """The files of a drafter in another layout."""
 
   content: dict[str, Any]  # config.json
   tensors: dict[str, np.ndarray]
@@ -26,13 +26,13 @@ class Written:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-  """How an engine wants a kind of head: what cannot be said in it is an error, not a guess."""
+  """An engine's form for a kind of head. A drafter that the form cannot express is an error, not a guess."""
 
   content: Callable[[Any, TargetConfig], dict[str, Any]]
-  says: frozenset[str]  # fields of the drafter's config, besides sizes, that it has words for
+  says: frozenset[str]  # fields of the drafter's config, besides sizes, that it can express
   scalings: frozenset[str] = frozenset({'linear'})  # of RoPE
   rename: Mapping[str, str] = dataclasses.field(default_factory=dict)  # prefixes of canonical names -> the engine's
-  has_embedding: bool = False  # the file holds the embedding, be it the target's
+  has_embedding: bool = False  # the file holds the embedding, even if it is the target's
   names_ids: bool = False  # tensors name the draft vocabulary
 
 
@@ -45,7 +45,7 @@ _ROPE = frozenset({'rope_slowdown', 'rope_factor', 'rope_scaling'})
 
 
 def _require_words(config: HeadConfig, form: Form) -> None:
-  """ValueError if the drafter is something that a form cannot say."""
+  """Raise a ValueError if the form cannot express the drafter."""
   said = form.says | _SIZES
   scaling = dict(config.rope_scaling).get('rope_type')
   if scaling in form.scalings:
@@ -54,7 +54,7 @@ def _require_words(config: HeadConfig, form: Form) -> None:
     said |= {'own_embedding'}  # which shows in the widths
   fields = {field.name: field.default for field in dataclasses.fields(config)}
   if unsaid := [name for name, default in fields.items() if name not in said and getattr(config, name) != default]:
-    raise ValueError(f'This layout has no words for {unsaid} of drafter {config.name!r}: choose another.')
+    raise ValueError(f'This layout cannot express {unsaid} of drafter {config.name!r}: choose another.')
 
 
 def written(
@@ -77,7 +77,7 @@ def written(
     layout: a key of `LAYOUTS`.
 
   Raises:
-    ValueError: the layout has no words for such drafters, or for something that this one is.
+    ValueError: the layout does not hold such drafters, or cannot express something of this one.
   """
   if kind not in LAYOUTS[layout]:
     raise ValueError(f'Layout {layout!r} holds drafters of kinds {sorted(LAYOUTS[layout])}, not of kind {kind!r}.')
@@ -107,7 +107,7 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def _llama_content(config: HeadConfig, target: TargetConfig) -> dict[str, Any]:
-  """The keys that all layouts share. Engines size tables of positions by `max_position_embeddings`: the target's."""
+  """Return the keys that all layouts share, with the target's `max_position_embeddings`: engines size tables by it."""
   content = {
     'model_type': 'llama',
     'hidden_act': 'silu',
@@ -138,11 +138,11 @@ def _widths(config: Eagle3Config) -> dict[str, Any]:
 
 
 def _attention_bias(config: HeadConfig) -> dict[str, Any]:
-  """One key says of all four projections that they have biases."""
+  """Return the one key that tells whether all four projections have biases."""
   if config.qkv_bias != config.o_bias:
     raise ValueError(
-      f'This layout has no words for biases of drafter {config.name!r}: qkv_bias {config.qkv_bias} without o_bias the '
-      'same. Choose another.'
+      f'This layout cannot express the biases of drafter {config.name!r}: qkv_bias {config.qkv_bias}, but o_bias '
+      f'{config.o_bias}. Choose another.'
     )
   return {'attention_bias': config.o_bias}
 
@@ -155,7 +155,7 @@ def _safeailab_eagle(config: DrafterConfig, target: TargetConfig) -> dict[str, A
 def _safeailab_eagle3(config: Eagle3Config, target: TargetConfig) -> dict[str, Any]:
   default = dataclasses.replace(config, taps=None).tapped_layers(target.num_layers)
   if config.tapped_layers(target.num_layers) != default:
-    raise ValueError(f"This layout has no words for ['taps'] of drafter {config.name!r}, only for layers {default}.")
+    raise ValueError(f"This layout cannot express ['taps'] of drafter {config.name!r}, only layers {default}.")
   return {'architectures': ['LlamaForCausalLM'], **_llama_content(config, target), **_widths(config)}
 
 
@@ -166,7 +166,7 @@ def _sglang_eagle(config: DrafterConfig, target: TargetConfig) -> dict[str, Any]
 def _sglang_eagle3(config: Eagle3Config, target: TargetConfig) -> dict[str, Any]:
   taps, num_layers = config.tapped_layers(target.num_layers), target.num_layers
   if 0 in taps:
-    raise ValueError(f'This layout has no words for the input of the first layer, which {config.name!r} reads.')
+    raise ValueError(f'This layout cannot express the input of the first layer, which {config.name!r} reads.')
   # Outputs, unless the norm's input is among the taps.
   written = taps if num_layers in taps else tuple(layer - 1 for layer in taps)
   if taps and inputs_of(written, num_layers) != taps:
@@ -205,7 +205,7 @@ def _speculators_eagle3(config: Eagle3Config, target: TargetConfig) -> dict[str,
   if config.window is not None:
     layer |= {'layer_types': ['sliding_attention'], 'sliding_window': config.window, 'use_sliding_window': True}
   if not (taps := config.tapped_layers(target.num_layers)):
-    raise ValueError(f'This layout has no words for the final feature alone, which {config.name!r} reads.')
+    raise ValueError(f'This layout cannot express the final feature alone, which {config.name!r} reads.')
   switches = {
     'norm_before_residual': config.norm_before_residual,
     'embed_requires_grad': config.own_embedding,

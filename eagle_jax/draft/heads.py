@@ -59,13 +59,13 @@ def _require_architecture(folder: Path, keys: Keys, known: Collection[str]) -> N
 
 
 def _require(folder: Path, keys: Keys, name: str, allowed: tuple[Any, ...], otherwise: str) -> None:
-  """ValueError if a key is there with a value that is not among the allowed ones."""
+  """Raise a ValueError if a key is present with a value that is not among the allowed ones."""
   if name in keys and keys[name] not in allowed:
     raise ValueError(f'{folder}: {name} {keys[name]!r} is not supported: {otherwise}.')
 
 
 def _speculators_layer(folder: Path, keys: Keys) -> Keys:
-  """The layer's own keys in a config of vLLM's speculators, with transformers' defaults."""
+  """Return the layer's own keys in a config of vLLM's speculators, with transformers' defaults."""
   _require(folder, keys, 'transformer_layer_architecture', ('LlamaDecoderLayer',), 'the layer would be another')
   name, is_eagle3 = 'transformer_layer_config', keys[_SPECULATORS] == 'eagle3'
   content = keys.nested(name).content
@@ -87,13 +87,13 @@ def _speculators_layer(folder: Path, keys: Keys) -> Keys:
 
 
 def _speculators_version(keys: Keys) -> tuple[int, ...] | None:
-  """Which version of speculators wrote the file, if it says so."""
+  """Return the version of speculators that wrote the file, if it says so."""
   found = re.match(r'(\d+)\.(\d+)', str(keys.get('speculators_version', '')))
   return found and (*map(int, found.groups()),)
 
 
 def _llama_fields(folder: Path, layer: Keys) -> dict[str, Any]:
-  """The fields that a head's layer has in common with a Llama, and its RoPE."""
+  """Read the fields that a head's layer has in common with a Llama, and its RoPE."""
   fields = llama_fields(folder, layer, FAMILIES['llama'])
   rope = read_rope(folder, layer, fields['head_dim'], 10_000.0)
   return fields | {
@@ -186,7 +186,7 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
 
 
 def _eagle3_layer(folder: Path, keys: Keys, is_midlayer: bool, is_deepspec: bool) -> tuple[Keys, int | None]:
-  """The keys of the layer, and its window."""
+  """Return the keys of the layer, and its window."""
   if _SPECULATORS in keys:
     layer = _speculators_layer(folder, keys)
     if 'norm_before_residual' not in keys:
@@ -212,7 +212,7 @@ def _biases(layer: Keys) -> dict[str, Any]:
 
 
 def _same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> Any:
-  """The value of a key that may stand in two places, or have two spellings; None without either."""
+  """Return the value of a key that may stand in two places, or have two spellings; None without either."""
   value, other = keys.get(name), others.get(alias or name)
   if value is not None and other is not None and value != other:
     raise ValueError(f'{folder}/config.json contradicts itself: {name} is {value!r}, {alias or name} is {other!r}.')
@@ -228,13 +228,13 @@ _WINDOW = ('layer_types', 'sliding_window', 'use_sliding_window')
 
 
 def _read_past(keys: Keys, layer: Keys, names: tuple[str, ...]) -> None:
-  """Count these keys as read: for this writer they mean nothing."""
+  """Mark these keys as read: this writer gives them no meaning."""
   for name in names:
     keys.get(name), layer.get(name)
 
 
 def _refuse_window(folder: Path, layer: Keys) -> None:
-  """ValueError if the layer does not see everything before it. `sliding_window` alone is residue of a target."""
+  """Raise a ValueError if the layer does not see everything before it. `sliding_window` alone is left over."""
   if any(kind != 'full_attention' for kind in layer.get('layer_types', [])):
     raise ValueError(f'{folder}: layer_types {layer["layer_types"]!r} is not supported: how far attention sees.')
   _require(folder, layer, 'use_sliding_window', (False,), 'how far attention sees')
@@ -277,7 +277,7 @@ def _norm_output(folder: Path, keys: Keys, is_midlayer: bool) -> bool:
 
 
 def inputs_of(listed: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-  """Return the layers of a target of so many whose inputs a list in `eagle_config` means.
+  """Return the layers, of `num_layers`, whose inputs a list in `eagle_config` means.
 
   One that names the input of the final norm, or the usual inputs, counts layers by what goes into them; any other by
   what comes out.
@@ -341,7 +341,7 @@ _SPELLINGS = [
 
 
 def canonical(name: str) -> str:
-  """The one spelling, of those that engines have, that `tables` knows: the layer as `layers.0`, no `model.`."""
+  """Convert an engine's spelling of a name to the one that `tables` knows: the layer as `layers.0`, no `model.`."""
   for pattern, ours in _SPELLINGS:
     name = pattern.sub(ours, name)
   return name
@@ -379,16 +379,16 @@ def read_head_tensors(
 def _require_vocabulary(
   folder: Path, config: DrafterConfig | Eagle3Config, d2t_U: np.ndarray, t2d_V: np.ndarray | None, *, is_own: bool
 ) -> None:
-  """ValueError unless `d2t` names distinct ids of the target, those that `t2d` marks, as offsets from draft ids."""
+  """Raise a ValueError unless `d2t` holds offsets from draft ids to distinct target ids, those that `t2d` marks."""
   if d2t_U.ndim != 1 or not np.issubdtype(d2t_U.dtype, np.integer):
-    return  # the table of tensors says what is needed
+    return  # `assemble` raises an error that says what is needed
   if config.draft_vocab_size is None:
     if d2t_U.any():
       raise ValueError(f'{folder}: d2t names ids of a draft vocabulary, but config.json says it is the whole one.')
     return
   d2t_U = d2t_U.astype(np.int64)
   ids_U, vocab_size = d2t_U + np.arange(len(d2t_U)), config.vocab_size
-  perhaps = " Its numbers may be ids themselves: then subtract each row's own number." if (d2t_U >= 0).all() else ''
+  perhaps = " Its numbers may be ids themselves: then subtract each entry's own index." if (d2t_U >= 0).all() else ''
   if not 0 <= ids_U.min() <= ids_U.max() < vocab_size:
     raise ValueError(f'{folder}: d2t leads outside the target vocabulary of {vocab_size} ids.{perhaps}')
   if len(np.unique(ids_U)) < len(ids_U):
@@ -400,4 +400,4 @@ def _require_vocabulary(
       wrong = sorted({*ids_U.tolist()} ^ {*marked.tolist()})[:3]
       raise ValueError(f'{folder}: d2t and t2d contradict each other, on ids {wrong}.{perhaps}')
   elif not is_own and len(d2t_U) > 1 and (np.diff(d2t_U) > 0).all():
-    raise ValueError(f'{folder}: d2t rises with every row, and no t2d says that it holds offsets.{perhaps}')
+    raise ValueError(f'{folder}: d2t increases from entry to entry, and no t2d says that it holds offsets.{perhaps}')

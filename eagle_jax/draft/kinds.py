@@ -17,11 +17,11 @@ from eagle_jax.weights.naming import Table
 
 
 def _is_never_published(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> None:
-  """The `read_config` of a kind that no other engine writes."""
+  """Serve as `read_config` of a kind that no other engine writes."""
 
 
 def _no_tensors(folder: Path, config: Any, is_the_targets: Callable, *, is_own: bool) -> Iterator[Any]:
-  """The `read_tensors` of a kind without weights."""
+  """Serve as `read_tensors` of a kind without weights."""
   return iter(())
 
 

@@ -9,7 +9,7 @@ from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, p
 
 
 def eagle_table(config: DrafterConfig) -> Table:
-  """EAGLE-1/2: one layer without an input norm, and perhaps an embedding."""
+  """Make the table of EAGLE-1/2: one layer without an input norm, and perhaps an embedding."""
   width, block = config.width, 'layers.0'
   entries = {'fc.weight': Entry(('fc', 'weight'), (width, 2 * width))}
   if config.fc_bias:
@@ -28,7 +28,7 @@ def eagle_taps_table(config: EagleTapsConfig) -> Table:
 
 
 def eagle3_table(config: Eagle3Config) -> Table:
-  """EAGLE-3: attention over twice the width, norms of its own, a head of its own, and perhaps an embedding."""
+  """Make the table of EAGLE-3: attention over twice the width, its own norms and head, and perhaps an embedding."""
   width, block = config.width, 'layers.0'
   num_ids = config.num_ids
   norms = {
@@ -75,7 +75,7 @@ def _draft_vocabulary(config: DrafterConfig | Eagle3Config) -> dict[str, Entry]:
 
 
 def _ids_of_offsets(d2t_U: np.ndarray) -> np.ndarray:
-  """A draft vocabulary as files hold it: target id minus draft id."""
+  """Convert a draft vocabulary from offsets, target id minus draft id, as files hold it."""
   return d2t_U + np.arange(len(d2t_U))
 
 

@@ -86,7 +86,7 @@ def guess(params: Any, token_BL: jax.Array, taps: Any, *, network: Eagle) -> jax
 
 
 class Agreement(NamedTuple):
-  """How often a drafter's first choice is the target's; NaN where there is nothing to count."""
+  """The shares of places where a drafter's first choice is the target's; NaN where there is nothing to count."""
 
   first: float  # share of all places
   answers: float  # of the places before an answer's tokens

@@ -21,7 +21,7 @@ MAX_QUERIES = 1024  # whose scores may exist at a time: those of all would be th
 
 
 class Operands(NamedTuple):
-  """What every form of attention takes. Queries, keys and values have one dtype."""
+  """The arguments of every form of attention. Queries, keys and values have one dtype."""
 
   queries: jax.Array  # [B, G, J, T, K], J of them a key-value head
   new_keys: jax.Array  # [B, G, M, K], of earlier passes that were not committed, then of the T queries' own pass
@@ -127,13 +127,13 @@ def attend_joined(given: Operands) -> jax.Array:
 
 
 def attend_in_kernel(given: Operands, *, kernel: ModuleType) -> jax.Array:
-  """Attend in a kernel that was written for the device: on each of a mesh, to its own heads and sequences."""
+  """Attend in a kernel written for the device; on a mesh, each device runs it for its own heads and sequences."""
   axes = (*CACHE_AXES, None), CACHE_AXES, CACHE_AXES, ('batch', None, None), CACHE_AXES, CACHE_AXES, ('batch',)
   return on_each_device(kernel.attend, given[: len(axes)], axes)
 
 
 def attend_in_blocks(given: Operands) -> jax.Array:
-  """Attend with `MAX_QUERIES` queries at a time at most."""
+  """Attend with at most `MAX_QUERIES` queries at a time."""
   T = given.queries.shape[3]
   num_blocks = -(-T // MAX_QUERIES)
 

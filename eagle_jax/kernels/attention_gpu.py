@@ -21,14 +21,14 @@ NUM_BLOCKS = 4  # that come in to one multiprocessor
 
 
 def is_hopper() -> bool:
-  """Whether the devices of the mesh at hand, or else of this process, are of the kind that the kernel is for."""
+  """Return whether the devices, of the current mesh or else of this process, are of the kind that the kernel is for."""
   described = jax.sharding.get_abstract_mesh().abstract_device
   kind = (described or jax.devices()[0]).device_kind
   return re.search(r'\bG?H(20|100|200|800)\b', kind.upper()) is not None
 
 
 def is_supported(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
-  """Whether `attend` takes these: two bytes a number, whole blocks of slots, and few new entries."""
+  """Return whether `attend` takes these operands: two bytes a number, whole blocks of slots, and few new entries."""
   M, S, K = k_BGMK.shape[2], *keys_BGSK.shape[2:]
   is_whole = S > 0 and S % BLOCK == 0 and K in (64, 128) and M <= BLOCK
   return keys_BGSK.dtype in (jnp.bfloat16, jnp.float16) and is_whole and is_hopper()
@@ -87,7 +87,7 @@ def _kernel(
   mixture, best, total,
   q_nK, hidden_nM, keys_bSK, values_bSK, best_n, total_n, q_ready, hidden_ready, keys_ready, values_ready,
 ):  # fmt: skip
-  """Take in a part of the slots of one sequence's key-value head, for a tile of its queries; part 0 new entries too.
+  """Process a part of the slots of one sequence's key-value head, for a tile of its queries; part 0 new entries too.
 
   Block 0 is of new entries, the others of slots.
   """
@@ -149,7 +149,7 @@ def _kernel(
 
 
 def _attend_block(so_far, q_nK, block, keys, values, shown):
-  """Take a block of keys and values into a softmax as it runs: (weighted values, greatest score, sum of weights).
+  """Add a block of keys and values to a running softmax: (weighted values, greatest score, sum of weights).
 
   Scores are logarithms to the base of 2, which a GPU raises to powers. `shown` hides those that a query does not see;
   `keys` and `values` are all blocks in shared memory, and the barriers that say which are there.

@@ -23,7 +23,7 @@ MAX_BYTES = 2**19  # of queries; who sees whom, in integers, may take twice that
 
 
 def is_supported(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
-  """Whether `attend` takes these: what a TPU computes in, whole lanes, blocks of slots, and room in fast memory."""
+  """Return whether `attend` takes these operands: a TPU's dtypes, whole lanes, blocks of slots, room in fast memory."""
   _, _, J, T, K = q_BGJTK.shape
   M, S, dtype = k_BGMK.shape[2], keys_BGSK.shape[2], keys_BGSK.dtype
   is_in_blocks = S > 0 and ((block := _block(J * T, S)) == S or block % LANES == 0)
@@ -32,7 +32,7 @@ def is_supported(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) ->
 
 
 def _block(num_queries: int, num_slots: int) -> int:
-  """Choose how many slots come in together."""
+  """Choose how many slots are read together."""
   most = min(MAX_BLOCK, MAX_SCORES >> (num_queries - 1).bit_length())
   return math.gcd(num_slots, most) if most < num_slots else num_slots
 
@@ -96,7 +96,7 @@ def attend(
 
 
 def _kernel(length_B, q, k_new, v_new, mask, keys, values, out, best_n1, total_n1, mixture_nK, *, block, precision):
-  """Take in one block of slots of one sequence's key-value head; the first one takes the new entries too."""
+  """Process one block of slots of one sequence's key-value head; the first one takes the new entries too."""
   row, step = pl.program_id(0), pl.program_id(2)
   product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 

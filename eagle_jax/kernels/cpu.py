@@ -38,7 +38,7 @@ log = logging.getLogger('eagle_jax')
 
 
 def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
-  """Whether `multiply` is for these, here and now. The first time that they fit, it compiles the kernels.
+  """Return whether `multiply` takes these operands on this machine; compile the kernels when it first does.
 
   Of weights that a mesh splits, each device would gather all.
   """

@@ -31,7 +31,7 @@ def dispatch(
 
 
 def dispatch_loop(*arrays: Any, sequential: Callable, parallel: Callable) -> Any:
-  """Run the form with a loop that ends by a condition, or the one that computes more and asks for nothing.
+  """Run the form whose loop ends by a condition, or the one that computes more and has no condition.
 
   On a GPU each condition waits for the host, and what is computed for nothing is a few kernels.
 

@@ -77,7 +77,7 @@ def multiply_exactly(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
 )
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-  """A matrix whose output o is `scale[o] * value[o]`, where outputs may stand in several dimensions."""
+  """A matrix whose output o is `scale[o] * value[o]`; outputs may have several dimensions."""
 
   value: jax.Array  # [..., I] i8
   scale: jax.Array  # [...] f32
@@ -101,7 +101,7 @@ class Quantised:
 
 
 def reads_bytes(mesh: Mesh | None) -> bool:
-  """Is a product of bytes and floats faster than one of floats on the devices of a mesh, or without one on the first?
+  """Return whether a product of bytes and floats is faster than one of floats, on a mesh's devices or the default one.
 
   XLA:CPU runs a naive loop; the kernels of `cpu.cc` read bytes, and are for one device.
   """
@@ -110,7 +110,7 @@ def reads_bytes(mesh: Mesh | None) -> bool:
 
 @functools.partial(jax.jit, static_argnames='num_parts')
 def round_to_int8(matrix_OI: jax.Array, *, num_parts: int = 1) -> Quantised:
-  """Round a matrix [..., I] of floats: of each output the largest number becomes 127."""
+  """Round a matrix [..., I] of floats: the largest number of each output becomes 127."""
   matrix32_OI = matrix_OI.astype(jnp.float32)
   scale_O = jnp.abs(matrix32_OI).max(axis=-1) / LARGEST
   return Quantised(round_to_unit(matrix32_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)

@@ -12,7 +12,7 @@ def reference(x: jax.Array) -> jax.Array:
 
 
 def constrain_row_major(x: jax.Array) -> jax.Array:
-  """Ask the compiler for it: for an accelerator it chooses an order by the readers that it thinks of first."""
+  """Ask the compiler for row-major order: for an accelerator it would choose an order by the first readers it sees."""
   return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 

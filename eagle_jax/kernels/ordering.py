@@ -1,4 +1,4 @@
-"""What a compiler must compute before something else, or once."""
+"""Order of computation: what a compiler must compute before something else, or only once."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Random bits that a counter gives: Threefry-2x32, as `jax.random` has it, of any places of an array."""
+"""Counter-based random bits: Threefry-2x32, as in `jax.random`, at any places of an array."""
 
 import jax
 import jax.numpy as jnp

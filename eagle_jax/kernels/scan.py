@@ -1,4 +1,4 @@
-"""One step after another, each on the next element of an array."""
+"""Scans: a step for each element of an array, one after the other."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from eagle_jax.kernels.dispatch import dispatch
 
 
 def reference(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
-  """Call the step for each element; return what the last one leaves, and what they give, stacked."""
+  """Call the step for each element; return the last carry, and all outputs, stacked."""
   given = []
   for x in x_d:
     carry, y = step(carry, x)
@@ -25,7 +25,7 @@ def scan_loop(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
 
 
 def scan_unrolled(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
-  """Scan without a loop: from one step to the next a TPU keeps what it can of the weights in fast memory."""
+  """Scan without a loop: a TPU then keeps as many weights as it can in fast memory from one step to the next."""
   return jax.lax.scan(step, carry, x_d, unroll=len(x_d))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """What a family's name, `model_type` in config.json, makes of a plain Llama decoder. The rest is in the file."""
+  """What a family adds to a plain Llama decoder, by its name, `model_type` in config.json. The rest is in the file."""
 
   needed: tuple[str, ...] = ()  # keys of config.json that must be there
   holds: frozenset[str] = frozenset()  # keys that mean something to it and nothing to every Llama

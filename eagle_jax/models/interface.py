@@ -1,4 +1,4 @@
-"""The target: the model whose text is to be produced, faster and unchanged. What the decode loop asks of one."""
+"""The interface of the target, the model whose text is produced, to the decode loop."""
 
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ class TargetNetwork(Protocol):
 
   @property
   def eos_ids(self) -> tuple[int, ...]:
-    """Tokens that end a sequence unless the caller says others."""
+    """Tokens that end a sequence unless the caller passes others."""
     ...
 
   def init_cache(self, batch: int, num_slots: int) -> KVCache:

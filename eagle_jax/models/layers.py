@@ -32,7 +32,7 @@ def project(x_IR: jax.Array, weight: Any, bias: jax.Array | None = None) -> jax.
 
 
 class Linear(nn.Module):
-  """y_OR = W_OI x_IR (+ b_O), where O may be several dimensions: products of one input, read and made as one."""
+  """A linear layer: y_OR = W_OI x_IR (+ b_O). O may be several dimensions: products of one input, fused."""
 
   outputs: tuple[int, ...]
   use_bias: bool = False
@@ -43,7 +43,7 @@ class Linear(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-  """The weights of E products like `Linear`'s, behind one another."""
+  """The stacked weights of E products like `Linear`'s."""
 
   num_experts: int
   outputs: tuple[int, ...]
@@ -157,7 +157,7 @@ class Rotation(NamedTuple):
 
 
 class AttentionFn(Protocol):
-  """What a layer attends with. A pytree, where layers that are traced once for all take it."""
+  """The attention function of a layer; a pytree if layers that are traced once take it as an argument."""
 
   def __call__(self, q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, /, *sinks: Any) -> tuple[jax.Array, Any]:
     """Attend with queries [B, G, J, T, K] and new keys and values [B, G, T, K].
@@ -170,7 +170,7 @@ class AttentionFn(Protocol):
 
 
 def no_attention(q_BGJTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> tuple[jax.Array, None]:
-  """Attend to nothing: parameters are initialized so."""
+  """Attend to nothing, as when parameters are initialised."""
   return q_BGJTK, None
 
 
@@ -273,7 +273,7 @@ def find_asked(share_ER: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Experts(nn.Module):
-  """Each column through the few of E SwiGLUs that a router chooses for it (Mixtral, arXiv:2401.04088).
+  """Mixture of experts: each column passes through the few of E SwiGLUs that a router chooses (arXiv:2401.04088).
 
   An expert that some column chose runs over all columns, so shapes are static; of many columns that is up to
   E / experts_per_token times the arithmetic needed. One that no column chose is not read: what a pass of few columns
@@ -291,7 +291,7 @@ class Experts(nn.Module):
     share_ER = route(logits_ER, c.experts_per_token, is_normalised=c.shares_sum_to_1)
 
     def run_experts(num_experts, order_E, x_DR, share_ER, *weights):
-      """Add up the first so many experts of the order."""
+      """Sum the outputs of the first experts of the order, `num_experts` of them."""
 
       def add(index, out_DR):
         expert = order_E[index]
@@ -323,7 +323,7 @@ class Experts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-  """x + attention(norm(x)), then x + mlp(norm(x)), with the norms that the config says."""
+  """x + attention(norm(x)), then x + mlp(norm(x)), with the norms that the config asks for."""
 
   config: Any  # of this layer, a target's or a drafter's
   has_input_norm: bool = True

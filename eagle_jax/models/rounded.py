@@ -31,7 +31,7 @@ def default_compute_dtype() -> str:
 
 
 def is_rounded(path: Sequence[str]) -> bool:
-  """Is the parameter at this path a matrix that is rounded? Norms, biases, embedding and routers stay floats."""
+  """Return whether the parameter at this path is a matrix that is rounded: not norms, biases, embedding, routers."""
   return path[-1] == 'weight' and path[0] != 'embed' and 'router' not in path
 
 

@@ -25,12 +25,12 @@ class Target:
 
   @property
   def dtype(self) -> Any:
-    """Of parameters and caches."""
+    """The dtype of parameters and caches."""
     return self.params['embed']['weight'].dtype
 
   @property
   def weights_name(self) -> str:
-    """What its matrices are, for statistics and stored costs."""
+    """The name of its matrices' dtype, for statistics and stored costs."""
     return self.weights_dtype or str(self.dtype)
 
   @property
@@ -44,13 +44,13 @@ class Target:
     return self.params.get('head', self.params['embed'])['weight']
 
   def head_of(self, ids_U: Any) -> jax.Array:
-    """Copy the head of these ids, [U, D] of floats; on a mesh it lies as a head does."""
+    """Copy the head's weights of these ids, [U, D] floats; on a mesh, sharded as a head is."""
     head_UD, mesh = embed(self.head_VD, jnp.asarray(ids_U)).T, mesh_of(self.params)
     return head_UD if mesh is None else put(head_UD, param_sharding(['head', 'weight'], head_UD.shape, mesh))
 
 
 class Taps(NamedTuple):
-  """What a pass shows of its inside, for drafters to build on."""
+  """Activations of a pass that drafters build on."""
 
   feature: jax.Array  # [D, B, T], last hidden state after the final norm: what the head reads
   residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, or of the final norm, no norm
@@ -65,7 +65,7 @@ def _windowed(window: int | None, position_BT, mask_BTT) -> tuple[jax.Array | No
 
 
 class Transformer(nn.Module):
-  """Llama-kind decoder. `forward` runs T new tokens behind the committed ones; `logits` is the head, apart from it."""
+  """A Llama-like decoder. `forward` runs T new tokens behind the committed ones; `logits` applies the head."""
 
   config: TargetConfig
   dtype: Any = jnp.float32
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
       cache: of the committed tokens.
 
     Returns:
-      What drafters build on, and the new entries: `cache.append` takes those that are accepted.
+      Activations for drafters, and the new entries: `cache.append` takes those that are accepted.
     """
     c = self.config
     x_DR = self.embed(token_BT.reshape(-1))

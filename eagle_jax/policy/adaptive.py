@@ -111,6 +111,10 @@ class Adaptive(DynamicTree):
       draft.
     thresholds: tokens that a plain step's time must bring when spent on levels, and when spent on nodes; None for the
       speedup of the fastest measured policy, which is best on average. Changing them does not recompile.
+
+  Example:
+    >>> eagle_jax.Adaptive(width=4, fanout=4, max_depth=5, num_nodes=16, smaller=(1, 4)).sizes
+    (1, 4, 16)
   """
 
   smaller: tuple[int, ...] = (1,)

@@ -200,7 +200,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-  """How a drafter fares with only its first `num_ids` ids, drafting a chain of three."""
+  """The measured performance of a drafter with only its first `num_ids` ids, drafting a chain of three."""
 
   num_ids: int
   is_quantised: bool
@@ -276,7 +276,7 @@ def scale_times(measured: Sequence[StepTimes], ratio: float) -> tuple[StepTimes,
 
 
 def warn_if_unsteady(parts: Timings) -> None:
-  """Log the times that cannot be right; see `find_unsteady`."""
+  """Log a warning about times that cannot be right; see `find_unsteady`."""
   names = {'verify_ms': 'target pass over {} nodes', 'draft_ms': 'level of width {}'}
   for times in parts.times:
     for field, *sizes in find_unsteady(times):

@@ -146,7 +146,12 @@ def _require_valid(policy, *sizes: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plain(TreePolicy):
-  """Plain decoding: nothing is drafted."""
+  """Plain decoding: nothing is drafted.
+
+  Example:
+    >>> eagle_jax.Plain().num_nodes
+    1
+  """
 
   max_depth = 0
   num_nodes = 1
@@ -167,6 +172,10 @@ class DynamicTree(TreePolicy):
     max_depth: edges from the root to the deepest leaf; the reference's `depth` is one less.
     num_nodes: nodes kept for the target pass, root included: the reference's `total_token`.
     lookup: also draft what followed an earlier match of the text (`draft.lookup`; not part of EAGLE-2).
+
+  Example:
+    >>> eagle_jax.DynamicTree(width=4, fanout=4, max_depth=5, num_nodes=16).widths
+    (1, 4, 4, 4, 4)
   """
 
   width: int = 10
@@ -203,7 +212,12 @@ class DynamicTree(TreePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(TreePolicy):
-  """A chain of `max_depth` tokens, each the likeliest after the one before; `lookup` as in `DynamicTree`."""
+  """A chain of `max_depth` tokens, each the likeliest after the one before; `lookup` as in `DynamicTree`.
+
+  Example:
+    >>> eagle_jax.Chain(3, lookup=True).describe()
+    'chain(max_depth=3, lookup=True)'
+  """
 
   max_depth: int = 4
   lookup: bool = False
@@ -229,7 +243,12 @@ class Chain(TreePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class StaticTree(TreePolicy):
-  """A fixed tree, as EAGLE-1 and Medusa use: each node is a path of sibling ranks (0 is the likeliest)."""
+  """A fixed tree, as EAGLE-1 and Medusa use: each node is a path of sibling ranks (0 is the likeliest).
+
+  Example:
+    >>> eagle_jax.StaticTree([(0,), (1,), (0, 0)]).max_depth
+    2
+  """
 
   paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
 

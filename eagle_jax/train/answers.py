@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 class Answerer:
-  """Answer any number of requests, `num_rows` at a time, with programs that are compiled once."""
+  """A runner of any number of requests, `num_rows` at a time, with programs that are compiled once."""
 
   def __init__(
     self,

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from tqdm import tqdm
 
 from eagle_jax.device import flops_per_s
 from eagle_jax.draft.drafter import Drafter
@@ -26,7 +25,8 @@ from eagle_jax.evaluate.trace import trace
 from eagle_jax.hub import save_drafter
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import DynamicTree
-from eagle_jax.processes import is_main_process, on_main
+from eagle_jax.processes import on_main
+from eagle_jax.progress import progress_bar
 from eagle_jax.sharding import (
   mesh_of,
   num_devices,
@@ -194,7 +194,7 @@ def settings(config: Any, recipe: Recipe) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """Turns a training state into a drafter, and exports it."""
+  """A converter of training states to drafters, which also exports them."""
 
   config: Any  # of the drafter
   vocabulary: dict[str, jax.Array]  # see `frozen_inputs`
@@ -213,7 +213,7 @@ class Outcome:
 
 
 class Reports:
-  """Measures training states and logs the metrics; keeps a checkpoint of each, and the best as a drafter."""
+  """A reporter on training states: metrics are logged, each state is a checkpoint, the best becomes the drafter."""
 
   def __init__(
     self,
@@ -389,7 +389,7 @@ def _floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
 
 
 class Meter:
-  """Counts tokens and time, and shows them on a progress bar."""
+  """A counter of tokens and time, shown on a progress bar."""
 
   def __init__(self, recipe: Recipe, flops: float, *, first: int, progress: bool):
     """
@@ -399,7 +399,7 @@ class Meter:
       first: steps that were done before.
       progress: show a bar.
     """
-    self._bar = tqdm(total=recipe.num_steps, initial=first, desc='steps', disable=not (progress and is_main_process()))
+    self._bar = progress_bar(total=recipe.num_steps, initial=first, desc='steps', unit='step', disable=not progress)
     self._flops, self._peak = flops, flops_per_s(recipe.dtype)
     self._shown: dict[str, str] = {}
     self._start, self._steps, self._places = time.perf_counter(), 0, 0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from eagle_jax.config import EagleTapsConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
@@ -25,7 +24,8 @@ from eagle_jax.evaluate.features import choose_taps
 from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.processes import is_main_process, on_main
+from eagle_jax.processes import on_main
+from eagle_jax.progress import progress_bar
 from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, use_mesh
 from eagle_jax.train.checkpoint import run_lock, settle_settings
 from eagle_jax.train.configuration import require_data
@@ -150,7 +150,7 @@ def _gather(
     settle_settings(own / _SETTINGS, origin)
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     shards = make_shards(target, source, own, data, refused)
-    paths = tqdm(shards, total=data.num_shards, desc=f'shards: {name}', disable=not is_main_process())
+    paths = progress_bar(shards, total=data.num_shards, desc=f'shards: {name}', unit='shard')
     examples = [
       one._replace(feature=choose_taps(one.feature, data.taps, wanted)) if data.stores_features else one
       for path in paths

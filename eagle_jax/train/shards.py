@@ -36,7 +36,7 @@ _TRIES = 4  # of self-synthesis, for each conversation that is needed
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  """How much text to train on, who writes it, and how."""
+  """The text to train on: how much, who writes it, and how."""
 
   num_shards: int
   shard_size: int = 512  # conversations

@@ -1,4 +1,4 @@
-"""Where the nodes of a cycle lie in a picture: a level to the right of its parents, likelier siblings above."""
+"""Place the nodes of a cycle in a picture: a level to the right of its parents, likelier siblings above."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from eagle_jax.decode.record import Cycle
 from eagle_jax.tree import NO_PARENT
 from eagle_jax.viz.words import num_cells
 
-# Pixels: from line to line, of a node, between levels, around all, beside a word, from a node's top to its word's foot.
+# In pixels: line spacing, height of a node, gap between levels, outer margin, padding beside a word, its baseline.
 LINE, HEIGHT, GAP, MARGIN, PADDING, BASELINE = 27, 21, 30, 14, 9, 15
 CELL, NUMBER = 7.25, 24  # width of a letter in a font of 12 pixels, and of a probability
 
 
 class Layout(NamedTuple):
-  """Nodes in the cycle's order, the bonus behind the last: it hangs below the end of the accepted path."""
+  """The places of all nodes in the cycle's order, and of the bonus behind them, the accepted path's last child."""
 
   parent: list[int]
   depth: list[int]

@@ -1,4 +1,4 @@
-"""All cycles of a trace as one page that needs nothing else: SVG, a little script, no network."""
+"""Write all cycles of a trace as one self-contained page: SVG and a little script, no network."""
 
 import itertools
 import json
@@ -36,18 +36,23 @@ def html(
   Raises:
     ValueError: there is no cycle, something else than cycles, or not one prompt a trace.
     OSError: the file cannot be written.
+
+  Example:
+    >>> prompts = ['Why is the sky blue?']
+    >>> out = eagle_jax.generate(target, drafter, prompts, max_new_tokens=16, trace=True)
+    >>> eagle_jax.viz.html(out.trace, 'trees.html', target.tokenizer, prompts=prompts)
   """
   each = _by_prompt(trace)
   shown: list[Any] = [None] * len(each) if prompts is None else [prompts] if isinstance(prompts, str) else [*prompts]
   if len(shown) != len(each):
-    raise ValueError(f'prompts has {len(shown)} texts for {len(each)} traces; one a trace is needed.')
+    raise ValueError(f'`prompts` must hold one text for each of {len(each)} traces, got {len(shown)}.')
   words = _Words(tokenizer)
   texts = [_text(prompt, cycles, words) for prompt, cycles in zip(shown, each, strict=True)]
   geometry = {
     'line': LINE, 'height': HEIGHT, 'gap': GAP, 'margin': MARGIN, 'padding': PADDING, 'baseline': BASELINE,
   }  # fmt: skip
   data = {'geometry': geometry, 'words': words.written, 'texts': texts}
-  # Within a script nothing is markup but "<": so neither </script> nor <!-- can stand in it.
+  # In a script only "<" can be markup, so neither </script> nor <!-- can appear.
   written = json.dumps(data, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')
   style = STYLE.read_text(encoding='utf-8')
   page = TEMPLATE.read_text(encoding='utf-8').replace('/*TREE*/', style).replace('"DATA"', written)
@@ -90,7 +95,7 @@ class _Words:
 
 
 class _Numbers:
-  """Texts without a tokenizer."""
+  """A detokenizer for when there is no tokenizer: it writes ids as numbers."""
 
   def push(self, ids: Iterable[int]) -> str:
     return ''.join(f'{number} ' for number in ids)
@@ -131,5 +136,5 @@ def _cycle(cycle: Cycle, detokenizer: Any, words: _Words) -> dict[str, Any]:
 
 
 def _rounded(x: float) -> float | None:
-  """Round to three digits; None for what is no number, as a target with overflow gives it."""
+  """Round to three digits; None for NaN and infinity, which a target whose numbers overflow gives."""
   return float(f'{x:.3g}') if math.isfinite(x) else None

@@ -1,4 +1,4 @@
-"""One cycle as a picture: SVG in a notebook, an indented tree in a terminal."""
+"""Draw one cycle: SVG in a notebook, an indented tree in a terminal."""
 
 import dataclasses
 import math
@@ -26,7 +26,12 @@ def tree(cycle: Cycle, tokenizer: Any = None) -> 'Picture':
     A picture that notebooks show; `str` of it is an indented tree, `.svg` a file's content.
 
   Raises:
-    ValueError: it is no cycle.
+    ValueError: `cycle` is not a cycle of a trace.
+
+  Example:
+    >>> out = eagle_jax.generate(target, drafter, ['Why is the sky blue?'], max_new_tokens=16, trace=True)
+    >>> eagle_jax.viz.tree(out.trace[0][0], target.tokenizer).svg[:4]
+    '<svg'
   """
   require_cycle(cycle)
   return Picture(cycle, [word(int(token), tokenizer) for token in (*cycle.token, cycle.bonus)])
@@ -97,7 +102,7 @@ class Picture:
     )
 
   def _kind(self, node: int) -> str:
-    """Classes of a node in tree.css."""
+    """Return the classes of a node in tree.css."""
     kind = 'bonus' if node == self._bonus else 'accepted' if node in self.cycle.path else 'drafted'
     return kind if self._is_emitted(node) else f'{kind} cut'
 
@@ -114,7 +119,7 @@ class Picture:
     )
 
   def _title(self, node: int) -> str:
-    """What a node shows under the pointer."""
+    """Return the text that a node shows under the pointer."""
     cycle, word = self.cycle, self.words[node]
     if node == self._bonus:
       return f'"{word}": bonus, the target\'s own token'
@@ -125,7 +130,7 @@ class Picture:
 
 
 def shade(probability: float) -> float:
-  """Opacity of a node; the square root keeps the likely ones of deep levels apart."""
+  """Return the opacity of a node; the square root keeps the likely ones of deep levels apart."""
   return 0.04 + 0.45 * math.sqrt(probability)
 
 

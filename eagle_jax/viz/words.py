@@ -1,4 +1,4 @@
-"""Tokens as people read them: exactly, with everything visible, and short enough for a node."""
+"""Write tokens for people: exactly, with everything visible, and short enough for a node."""
 
 import unicodedata
 from typing import Any

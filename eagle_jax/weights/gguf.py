@@ -1,4 +1,4 @@
-"""Reads GGUF files: metadata, tensors as float32, and the `TargetConfig` the metadata describes.
+"""Read GGUF files: metadata, tensors as float32, and the `TargetConfig` the metadata describes.
 
 GGUF writes shapes fastest axis first; the arrays handed out here are ordinary NumPy [out, in].
 """
@@ -33,12 +33,12 @@ class GGUFFile:
     return frozenset(self._tensors)
 
   def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, f32 array); only one dequantised tensor need be alive at a time."""
+    """Yield (name, f32 array); only one dequantised tensor need be alive at a time."""
     for name in self._tensors:
       yield name, self.tensor(name)
 
   def tensor(self, name: str) -> np.ndarray:
-    """One tensor, dequantised to float32."""
+    """Return one tensor, dequantised to float32."""
     gguf, tensor = _import_gguf(), self._tensors[name]
     try:
       array = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -61,7 +61,7 @@ def _import_gguf():
 
 
 def _open(path: Path):
-  """The package's reader, which cuts a vocabulary into 150,000 slices: of an array, three times as fast as of a map."""
+  """Open the package's reader over an array: slicing out a vocabulary takes three times as long from a memmap."""
   gguf: Any = _import_gguf()
 
   class Reader(gguf.GGUFReader):
@@ -88,7 +88,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
   if (count := int(first.metadata.get('split.count', 1))) > 1 + len(others):
     raise ValueError(
       f'{path} is one of {count} parts of a model, which its name does not say: give it the name that it was '
-      f'published under, ending in -00001-of-{count:05}.gguf, and so the others.'
+      f'published under, ending in -00001-of-{count:05}.gguf, and likewise the others.'
     )
   tensors = dict(first._tensors)
   for part in others:
@@ -102,7 +102,7 @@ _PART = re.compile(r'-\d{5}-of-(\d{5})$')
 
 
 def _parts(path: Path) -> list[Path]:
-  """The parts of a split file, the one with the metadata first; the file itself if its name is not that of a part."""
+  """List the parts of a split file, the one with the metadata first; the file itself if it is not named as a part."""
   if not path.is_file() or (found := _PART.search(path.stem)) is None:
     return [path]
   count = int(found[1])
@@ -135,7 +135,7 @@ def read_family(file: GGUFFile) -> Family:
 
 
 def target_config(file: GGUFFile, *, max_context: int | None = None) -> TargetConfig:
-  """The network a GGUF file describes, for texts of so many tokens, see `hub.load_target`.
+  """Read the network that a GGUF file describes; `max_context` as in `hub.load_target`.
 
   Raises:
     ValueError: unsupported architecture or variant, missing fields (all listed at once), or another context.
@@ -191,7 +191,7 @@ def _ffn_width(fields: Keys, num_experts: int) -> int:
 def _numbers(
   family: Family, fields: Keys, width: int, head_dim: int, num_heads: int, num_layers: int
 ) -> dict[str, Any]:
-  """The numbers that some families multiply by, or limit something to."""
+  """Read the factors and limits that only some families have."""
   numbers = {}
   if 'embedding_multiplier' in family.holds:
     names = {
@@ -201,7 +201,7 @@ def _numbers(
     numbers = {ours: float(fields.get(name, 1.0)) for ours, name in names.items()}
   if family.scales_embedding:
     numbers['embedding_scale'] = width**0.5
-    is_27b = num_layers == 62  # the one that divides by the share of a head in the width, which no key says
+    is_27b = num_layers == 62  # this size alone divides by width / num_heads, which no key says
     numbers['attention_scale'] = (width // num_heads if is_27b else head_dim) ** -0.5
     if (cap := fields.get('final_logit_softcapping')) is not None:
       numbers['logit_cap'] = float(cap)
@@ -211,7 +211,7 @@ def _numbers(
 
 
 def _layers(file: GGUFFile, family: Family, fields: Keys, ropes: tuple[Rope, Rope]) -> list[dict[str, Any]]:
-  """The fields of each layer in which layers may differ. What no key says of a family is what its models have."""
+  """Read the fields in which layers may differ, by layer. Without a key, a family's layers are as in its models."""
   num_layers = int(fields['block_count'])
   if num_layers < 1:
     raise ValueError(f'{file.path}: block_count must be positive, got {num_layers}.')
@@ -245,7 +245,7 @@ def _layers(file: GGUFFile, family: Family, fields: Keys, ropes: tuple[Rope, Rop
 def _ropes(
   file: GGUFFile, family: Family, fields: Keys, head_dim: int, max_context: int | None
 ) -> tuple[tuple[Rope, Rope], int, int]:
-  """RoPE of layers without and with a window, how much of a head it turns, and how many tokens texts may have."""
+  """Read RoPE of layers without and with a window, the numbers of a head that it rotates, and the context length."""
   rotary_dim = int(fields.get('rope.dimension_count', head_dim))
   if rotary_dim != head_dim and 'partial_rotary_factor' not in family.holds:
     raise ValueError(
@@ -267,7 +267,7 @@ def _ropes(
 
 
 def _scaling(file: GGUFFile, family: Family, fields: Keys) -> dict[str, Any]:
-  """The scaling of RoPE in the terms of config.json."""
+  """Read the scaling of RoPE, in the terms of config.json."""
   factor = fields.get('rope.scaling.factor', fields.get('rope.scale_linear'))  # old files say no type
   kind = fields.get('rope.scaling.type', 'none' if factor in (None, 0, 1) else 'linear')
   original = fields.get('rope.scaling.original_context_length')
@@ -289,7 +289,7 @@ def _scaling(file: GGUFFile, family: Family, fields: Keys) -> dict[str, Any]:
 
 
 def _rope_slowdown(file: GGUFFile) -> tuple[float, ...]:
-  """Llama 3.1 and later: converters store what comes of the scaling's numbers, as a tensor [K/2]."""
+  """Read the slowdowns of Llama 3.1 and later, which converters store as a tensor [K/2]; () if there are none."""
   name = 'rope_freqs.weight'
   return tuple(file.tensor(name).tolist()) if name in file.tensor_names else ()
 

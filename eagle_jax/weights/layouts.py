@@ -46,7 +46,7 @@ IGNORED = frozenset({
 
 
 class Neutral(NamedTuple):
-  """A key that may stand there with a value that changes nothing."""
+  """A key that may be present with a value that changes nothing."""
 
   values: tuple[Any, ...]
   changes: str  # what any other value would change
@@ -121,7 +121,7 @@ class Keys(Mapping[str, Any]):
     """
     value = self.get(name, default)
     if not isinstance(value, bool):
-      raise ValueError(f'{self._prefix}{name} is {value!r}; true or false is needed.')
+      raise ValueError(f'{self._prefix}{name} must be true or false, got {value!r}.')
     return value
 
   def nested(self, name: str) -> 'Keys':
@@ -133,7 +133,7 @@ class Keys(Mapping[str, Any]):
     if name not in self._nested:
       value = self.get(name, {})
       if not isinstance(value, Mapping):
-        raise ValueError(f'{self._prefix}{name} is {value!r}; an object is needed.')
+        raise ValueError(f'{self._prefix}{name} must be an object, got {value!r}.')
       self._nested[name] = Keys(value, prefix=f'{self._prefix}{name}.')
     return self._nested[name]
 

@@ -1,6 +1,7 @@
 """Named tensors of a file <-> our nested dict of parameters, by a table from `naming`."""
 
 import collections
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from eagle_jax import device
+from eagle_jax.models import rounded
+from eagle_jax.progress import progress_bar
 from eagle_jax.sharding import place_param
 from eagle_jax.weights.naming import Entry, Table
 
 
 def parameter_dtype(dtype: Any, *more: str) -> np.dtype:
-  """That of a name or a type; ValueError unless it is float32, bfloat16 or float16, or one of `more`."""
+  """Convert to a dtype; raise a ValueError unless it is float32, bfloat16 or float16, or one of `more`."""
   known = 'float32', 'bfloat16', 'float16', *more
   try:
     found = jnp.dtype(dtype)
@@ -22,8 +26,31 @@ def parameter_dtype(dtype: Any, *more: str) -> np.dtype:
     found = None
   if found not in map(jnp.dtype, known):
     *others, last = map(repr, known)
-    raise ValueError(f'dtype is {dtype!r}; {", ".join(others)} or {last} is needed.')
+    raise ValueError(f'`dtype` must be {", ".join(others)} or {last}, got {dtype!r}.')
   return found
+
+
+def require_memory(table: Table, dtype: Any, *, is_rounded: bool, source: str) -> None:
+  """Raise a ValueError if the parameters do not fit the memory that is free: better now than killed halfway.
+
+  Args:
+    table: of the tensors that are loaded.
+    dtype: of the resulting arrays.
+    is_rounded: whether matrices take a byte a number; see `models.rounded`.
+    source: what to call the file in the error.
+  """
+
+  def bytes_of(entry: Entry) -> int:
+    is_byte = is_rounded and rounded.is_rounded(entry.path)
+    return math.prod(entry.shape) * (1 if is_byte else jnp.dtype(dtype).itemsize)
+
+  needed = sum(bytes_of(entry) for name, entry in table.entries.items() if name not in table.optional)
+  free = device.free_memory_bytes()  # of this process
+  if free is not None and needed > free * jax.process_count():
+    raise ValueError(
+      f"{source} needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free: load it with dtype='bfloat16' or "
+      "'int8', or end other programs."
+    )
 
 
 def assemble(
@@ -35,13 +62,13 @@ def assemble(
   source: str = 'weights',
   place: Callable[[tuple[str, ...], np.ndarray], Any] | None = None,
 ) -> dict[str, Any]:
-  """Builds the parameter tree from named tensors, taking them one at a time.
+  """Build the parameter tree from named tensors, taking them one at a time.
 
   Args:
     tensors: (name, array) pairs, such as `dict.items()`; float64, float32, float16 or bfloat16.
     table: what the file must hold, and where it goes.
     dtype: of the resulting arrays, where the table does not say another: float32, bfloat16 or float16.
-    mesh: takes each array in its own shards, see `sharding.param_sharding`; None means the default device.
+    mesh: over which each array is sharded, see `sharding.param_sharding`; None means the default device.
     source: what to call the file in an error.
     place: (path, array) -> what is held of a parameter; None: the array, placed by `sharding.place_param`.
 
@@ -58,7 +85,7 @@ def assemble(
   seen: set[str] = set()
   parts_left = collections.Counter(entry.path for entry in table.entries.values())
   begun: dict[tuple[str, ...], np.ndarray] = {}
-  for name, array in tensors:
+  for name, array in progress_bar(tensors, desc=f'loading {source}', total=len(table.entries), unit='tensor'):
     if name in table.ignored:
       continue
     fault = _fault(name, array, table, seen)
@@ -91,7 +118,7 @@ def _fault(name: str, array: np.ndarray, table: Table, seen: set[str]) -> str | 
   if name not in table.entries:
     return f'{name}: not expected, shape {list(array.shape)}'
   if name in seen:
-    return f'{name}: came twice'
+    return f'{name}: found twice'
   entry = table.entries[name]
   if tuple(array.shape) != entry.shape:
     return f'{name}: shape {list(array.shape)}, {list(entry.shape)} needed'
@@ -103,7 +130,7 @@ def _fault(name: str, array: np.ndarray, table: Table, seen: set[str]) -> str | 
 
 
 def _with_other_parts(value: np.ndarray, entry: Entry, begun: dict[tuple[str, ...], np.ndarray]) -> np.ndarray:
-  """Our array, as far as its parts have come; `begun` keeps those that join several, and `value` goes there."""
+  """Put `value` into the array that joins several tensors, which `begun` keeps; return it as far as it is complete."""
   if not entry.joint_shape:
     return value
   if entry.path not in begun:
@@ -120,7 +147,7 @@ def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: jax.Array) -> N
 
 
 def flatten(params: dict[str, Any], table: Table) -> dict[str, np.ndarray]:
-  """The reverse of `assemble`: name in the file -> NumPy array, dtype kept (bfloat16 too).
+  """Reverse `assemble`: return NumPy arrays by their names in the file, of the same dtype (bfloat16 too).
 
   Raises:
     ValueError: `params` lacks a leaf of the table, has one more, or one of another shape; all listed at once.

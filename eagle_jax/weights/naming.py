@@ -22,7 +22,7 @@ def _same(array: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """Where one tensor of a file goes."""
+  """The place of one tensor of a file in our parameter tree."""
 
   path: tuple[str, ...]  # in our nested dict
   shape: tuple[int, ...]  # in the file
@@ -37,9 +37,9 @@ class Entry:
 class Table:
   """All tensors of one kind of file."""
 
-  entries: Mapping[str, Entry]  # name in the file -> place in our tree; each one must be there
-  ignored: frozenset[str] = frozenset()  # names that may be there and carry nothing of use
-  optional: frozenset[str] = frozenset()  # of the entries, those that need not be there
+  entries: Mapping[str, Entry]  # name in the file -> place in our tree; all are required, except `optional`
+  ignored: frozenset[str] = frozenset()  # names that may be present and hold nothing useful
+  optional: frozenset[str] = frozenset()  # entries that may be absent
 
 
 class _LayerDims(Protocol):
@@ -65,30 +65,30 @@ class _LayerDims(Protocol):
   def num_experts(self) -> int: ...
 
 
-def permute_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-  """[heads * K, ...], rotate-half order -> interleaved order: row (half, i) of a head moves to (i, half)."""
-  return _swap_row_axes(weight, num_heads, (2, -1))
+def permute_rope_outputs(weight: np.ndarray, num_heads: int) -> np.ndarray:
+  """Permute [heads * K, ...] from rotate-half to interleaved order: output (half, i) of a head moves to (i, half)."""
+  return _swap_output_axes(weight, num_heads, (2, -1))
 
 
-def unpermute_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-  """The inverse of `permute_rope_rows`: interleaved order -> rotate-half order, the one our RoPE turns."""
-  return _swap_row_axes(weight, num_heads, (-1, 2))
+def unpermute_rope_outputs(weight: np.ndarray, num_heads: int) -> np.ndarray:
+  """Permute back from interleaved to rotate-half order, which our RoPE expects."""
+  return _swap_output_axes(weight, num_heads, (-1, 2))
 
 
-def _swap_row_axes(weight: np.ndarray, num_heads: int, split: tuple[int, int]) -> np.ndarray:
+def _swap_output_axes(weight: np.ndarray, num_heads: int, split: tuple[int, int]) -> np.ndarray:
   return weight.reshape(num_heads, *split, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _permuted(entry: Entry, num_heads: int) -> Entry:
   return dataclasses.replace(
     entry,
-    to_ours=lambda weight: unpermute_rope_rows(weight, num_heads),
-    to_file=lambda weight: permute_rope_rows(weight, num_heads),
+    to_ours=lambda weight: unpermute_rope_outputs(weight, num_heads),
+    to_file=lambda weight: permute_rope_outputs(weight, num_heads),
   )
 
 
 def _attention(config: _LayerDims, path: tuple[str, ...], in_width: int) -> dict[str, Entry]:
-  """Parameter -> place in the attention at `path`, which reads `in_width` numbers a row."""
+  """Map each parameter of the attention at `path`, whose input has `in_width` numbers, to its place."""
   num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
   queries = num_heads // num_kv_heads  # of a key-value head; its key and its value stand behind them
   joint = num_kv_heads, queries + 2, head_dim
@@ -100,15 +100,15 @@ def _attention(config: _LayerDims, path: tuple[str, ...], in_width: int) -> dict
     ('k', num_kv_heads, np.s_[:, queries]),
     ('v', num_kv_heads, np.s_[:, queries + 1]),
   ):
-    rows = heads * head_dim
-    entries[f'{name}.weight'] = Entry((*path, 'qkv', 'weight'), (rows, in_width), (*joint, in_width), part)
+    num_outputs = heads * head_dim
+    entries[f'{name}.weight'] = Entry((*path, 'qkv', 'weight'), (num_outputs, in_width), (*joint, in_width), part)
     if config.qkv_bias:
-      entries[f'{name}.bias'] = Entry((*path, 'qkv', 'bias'), (rows,), joint, part)
+      entries[f'{name}.bias'] = Entry((*path, 'qkv', 'bias'), (num_outputs,), joint, part)
   return entries
 
 
 def _swiglu(config: _LayerDims, path: tuple[str, ...]) -> dict[str, Entry]:
-  """Parameter -> place in the feed-forward network at `path`."""
+  """Map each parameter of the feed-forward network at `path` to its place."""
   inward = config.ffn_width, config.width
   joint = functools.partial(Entry, (*path, 'gate_up', 'weight'), inward, (2, *inward))
   entries = {
@@ -128,7 +128,7 @@ def projection_entries(
   names: Mapping[str, str],
   in_width: int | None = None,
 ) -> dict[str, Entry]:
-  """One decoder layer's projections, but for routed experts; `names` are those of a kind of file, below `block`."""
+  """Map one decoder layer's projections, except routed experts; `names` are those of a kind of file, below `block`."""
   entries = _attention(config, (*layer, 'attn'), in_width or config.width)
   if not config.num_experts:
     entries |= _swiglu(config, (*layer, 'mlp'))
@@ -163,7 +163,7 @@ HF_PROJECTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Experts:
-  """Names of the tensors of routed experts, each of which has tensors of its own."""
+  """Names of the tensors of routed experts, in files where each expert has its own tensors."""
 
   router: str
   experts: str
@@ -179,7 +179,7 @@ _EXPERTS = {
 
 
 def gguf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
-  """GGUF names of a target of a family."""
+  """Make the table of a target's tensors in a GGUF file."""
   entries = _outer_entries(config, 'token_embd.weight', 'output_norm.weight', 'output.weight')
   mlp_norm = 'post_attention_norm' if family.gguf == 'gpt-oss' else 'ffn_norm'
   norms = {'attn_norm': 'attn_norm', mlp_norm: 'mlp_norm'} if config.has_input_norms else {}
@@ -209,7 +209,7 @@ def gguf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Tabl
 
 
 def _rotated_heads(config: TargetConfig) -> dict[str, int]:
-  """How many heads the tensors have whose rows GGUF may permute."""
+  """Return the number of heads of each tensor whose outputs GGUF may permute."""
   return {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
 
 
@@ -219,7 +219,7 @@ def _sinks(config: TargetConfig, layer: str) -> Entry:
 
 
 def _shifted(entry: Entry, offset: float) -> Entry:
-  """A norm's scale, from which the offset is taken; any other entry as it is."""
+  """Subtract the offset from a norm's scale; return any other entry unchanged."""
   if entry.path[-1] != 'scale':
     return entry
   return dataclasses.replace(
@@ -228,7 +228,7 @@ def _shifted(entry: Entry, offset: float) -> Entry:
 
 
 def _gguf_expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:
-  """The router and all experts of one layer, each kind of matrix in one tensor."""
+  """Map the router and all experts of one layer, where each kind of matrix is one tensor."""
   E, F, D = config.num_experts, config.ffn_width, config.width
   router, inward, outward = ((layer, 'mlp', name) for name in ('router', 'expert_gate_up', 'expert_down'))
   entries = {
@@ -248,7 +248,7 @@ def _gguf_expert_entries(config: TargetConfig, layer: str, block: str) -> dict[s
 
 
 def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
-  """Hugging Face names of a target of a family."""
+  """Make the table of a target's tensors in a Hugging Face folder."""
   entries = _outer_entries(config, 'model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight')
   optional = set()
   if config.tied_head:  # some files repeat the embedding under this name, and in some it is another matrix all the same
@@ -273,7 +273,7 @@ def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
 
 
 def _layer_norms(config: TargetConfig, layer: tuple[str, ...], block: str) -> dict[str, Entry]:
-  """The norms of what attention and the feed-forward network read, and of what they give."""
+  """Map the norms of the inputs of attention and feed-forward network, and of their outputs."""
   names = {}
   if config.has_input_norms:
     read = 'pre_feedforward_layernorm' if config.has_output_norms else 'post_attention_layernorm'
@@ -286,7 +286,7 @@ def _layer_norms(config: TargetConfig, layer: tuple[str, ...], block: str) -> di
 def _fused(
   config: TargetConfig, layer: str, entries: dict[str, Entry], qkv_name: str, gate_up_name: str
 ) -> dict[str, Entry]:
-  """Put one tensor of all queries, then all keys, then all values, and one of gate, then up, for those of each."""
+  """Replace entries by fused ones: all queries, then keys, then values in one tensor, gate and up in another."""
   num_kv_heads, head_dim, width = config.num_kv_heads, config.head_dim, config.width
   queries = config.num_heads // num_kv_heads
   head_GQ = np.arange(config.num_heads).reshape(num_kv_heads, queries)
@@ -310,7 +310,7 @@ def _fused(
 
 
 def head_norms(config: Any, layer: tuple[str, ...], prefix: str) -> dict[str, Entry]:
-  """The norms of queries and keys, where there are any."""
+  """Map the norms of queries and keys, if there are any."""
   if not config.qk_norm:
     return {}
   sizes = {
@@ -321,7 +321,7 @@ def head_norms(config: Any, layer: tuple[str, ...], prefix: str) -> dict[str, En
 
 
 def _expert_entries(config: TargetConfig, layer: str, block: str, names: '_Experts') -> dict[str, Entry]:
-  """The router and the experts of one layer."""
+  """Map the router and the experts of one layer."""
   E, F, D = config.num_experts, config.ffn_width, config.width
   mlp = (layer, 'mlp')
   entries = {f'{block}.{names.router}.weight': Entry((*mlp, 'router', 'weight'), (E, D))}
@@ -334,7 +334,7 @@ def _expert_entries(config: TargetConfig, layer: str, block: str, names: '_Exper
 
 
 def _joint_expert_entries(config: TargetConfig, layer: str, block: str) -> dict[str, Entry]:
-  """Those of gpt-oss: all experts in one tensor, [in, out] each, and outputs of gate and up in turns."""
+  """Map gpt-oss's experts: all in one tensor, each [in, out], with the outputs of gate and up interleaved."""
   E, F, D = config.num_experts, config.ffn_width, config.width
 
   def entry(ours: tuple[str, str], file_axes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Entry:

@@ -22,7 +22,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-# What a damaged or hostile file makes the two modules raise.
+# Exceptions that a damaged or hostile file may cause in the two modules.
 _FAULTS = (
   zipfile.BadZipFile, pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError,
   OverflowError, MemoryError, NotImplementedError,
@@ -69,7 +69,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-  """Knows the names of `_KNOWN` and no other."""
+  """An unpickler that resolves the names in `_KNOWN` and no others."""
 
   def find_class(self, module: str, name: str) -> Any:
     if (module, name) not in _KNOWN:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of targets: which are read, and their matrices as floats again, one at a time.
+"""Read quantised checkpoints of targets, turning their matrices back into floats, one at a time.
 
 Weights of 8 bits stand beside scales, by which they are multiplied in float32: one for a matrix, for each output, or
 for each group or block. Activations stay floats here, whatever an engine does with them.
@@ -20,12 +20,12 @@ log = logging.getLogger('eagle_jax')
 _FLOAT8 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 _SCALES = 'weight_scale_inv', 'weight_scale'
 _ZERO = 'weight_zero_point'
-# Of activations and caches, which stay floats here.
+# Scales of activations and caches, which stay floats here.
 _UNUSED = (
   '.input_scale', '.output_scale', '.activation_scale', '.k_scale', '.v_scale', '.q_scale',
 )  # fmt: skip
 _FORMATS = 'float-quantized', 'int-quantized', 'naive-quantized'  # of compressed-tensors, with a number in each byte
-# What the names of tensors give away of checkpoints that are refused.
+# Endings of tensor names that occur only in unsupported checkpoints.
 _SIGNS = {
   '.qweight': 'GPTQ or AWQ', '.qzeros': 'GPTQ or AWQ', '.SCB': 'bitsandbytes', '.weight.absmax': 'bitsandbytes',
   '.weight.quant_map': 'bitsandbytes', '.weight_packed': 'compressed-tensors of 4 bits', '.weight_scale_2': 'NVFP4',
@@ -41,14 +41,14 @@ def _refusal(folder: Path, what: str) -> ValueError:
 
 
 def require_readable(folder: Path, content: Mapping[str, Any]) -> None:
-  """Raise a ValueError if config.json or what stands beside it names a way of quantisation that is not read."""
+  """Raise a ValueError if config.json, or a file beside it, names a quantisation that is not supported."""
   settings = content.get('quantization_config') or {}
   if not settings and (beside := folder / 'hf_quant_config.json').is_file():
     settings = {'quant_method': 'modelopt', **(read_json(beside).get('quantization') or {})}
   if content.get('quantization'):
     raise _refusal(folder, f'quantization {content["quantization"]!r}, as of MLX')
   if not isinstance(settings, Mapping):
-    raise ValueError(f'quantization_config is {settings!r}; an object is needed.')
+    raise ValueError(f'quantization_config must be an object, got {settings!r}.')
   if not settings:
     return
   method = settings.get('quant_method')
@@ -69,7 +69,7 @@ def read_floats(folder: Path, content: Mapping[str, Any]) -> Iterator[tuple[str,
   """Yield (name, array) for every weight of a target's folder, those that were quantised as float32 or bfloat16.
 
   Raises:
-    ValueError: a way of quantisation that is not read, or a weight without the scale that it needs.
+    ValueError: an unsupported quantisation, or a weight without the scale that it needs.
   """
   require_readable(folder, content)
   names = read_names(folder)
@@ -103,7 +103,7 @@ def _from_bytes(
   scale = next((scales[module + kind] for kind in _SCALES if module + kind in scales), None)
   if scale is None or weight_OI.ndim != 2:
     raise ValueError(
-      f'{folder}: {name} is stored as {weight_OI.dtype}, and no scale for it is there: use the unquantised checkpoint.'
+      f'{folder}: {name} is stored as {weight_OI.dtype}, and no scale was found for it: use the unquantised checkpoint.'
     )
   value_OI, blocks = weight_OI.astype(np.float32), _block_sizes(content)
   if (zero := scales.get(module + _ZERO)) is not None:
@@ -115,7 +115,7 @@ def _from_bytes(
 
 
 def _block_sizes(content: Mapping[str, Any]) -> tuple[int, int] | None:
-  """How many outputs and inputs have one scale, where config.json says it."""
+  """Return how many outputs and inputs share a scale, if config.json says so."""
   settings = content.get('quantization_config') or {}
   if sizes := settings.get('weight_block_size'):
     return int(sizes[0]), int(sizes[1])
@@ -128,7 +128,7 @@ def _block_sizes(content: Mapping[str, Any]) -> tuple[int, int] | None:
 def _spread(
   folder: Path, name: str, scale: np.ndarray, shape: tuple[int, ...], blocks: tuple[int, int] | None
 ) -> np.ndarray:
-  """Repeat scales, of a matrix, of outputs, or of blocks, the last of which may be cut, to meet their numbers."""
+  """Broadcast the scales of a matrix, of outputs or of blocks (the last may be cut) to the numbers that they scale."""
   if scale.size == 1:
     return scale.reshape(1, 1)
   if scale.shape in ((shape[0],), (shape[0], 1)):
@@ -142,11 +142,11 @@ def _spread(
     or tuple(-(-size // b) for size, b in zip(shape, blocks, strict=True)) != scale.shape
   ):
     raise ValueError(
-      f'{folder}: {name} of shape {list(shape)} does not go with scales of shape {list(scale.shape)} for blocks of '
+      f'{folder}: {name} of shape {list(shape)} does not fit scales of shape {list(scale.shape)} for blocks of '
       f'{blocks}.'
     )
-  rows = np.repeat(scale, blocks[0], axis=0)[: shape[0]]
-  return np.repeat(rows, blocks[1], axis=1)[:, : shape[1]]
+  of_outputs = np.repeat(scale, blocks[0], axis=0)[: shape[0]]
+  return np.repeat(of_outputs, blocks[1], axis=1)[:, : shape[1]]
 
 
 def from_mxfp4(folder: Path, name: str, block_EOGB: np.ndarray, exponent_EOG: np.ndarray) -> np.ndarray:
@@ -162,7 +162,7 @@ def from_mxfp4(folder: Path, name: str, block_EOGB: np.ndarray, exponent_EOG: np
   """
   if block_EOGB.dtype != np.uint8 or exponent_EOG.dtype != np.uint8 or block_EOGB.shape[:3] != exponent_EOG.shape:
     raise ValueError(
-      f'{folder}: {name} of shape {list(block_EOGB.shape)} does not go with scales of shape {list(exponent_EOG.shape)}.'
+      f'{folder}: {name} of shape {list(block_EOGB.shape)} does not fit scales of shape {list(exponent_EOG.shape)}.'
     )
   values = np.concatenate([_MX_VALUES, -_MX_VALUES])
   E, out = block_EOGB.shape[:2]

@@ -15,7 +15,7 @@ log = logging.getLogger('eagle_jax')
 
 
 class Rope(NamedTuple):
-  """How far heads are turned; the fields of configs in `eagle_jax.config`."""
+  """The rotation of heads; the fields of configs in `eagle_jax.config`."""
 
   theta: float
   slowdown: tuple[float, ...] = ()  # of each pair; () if none turns slower
@@ -30,7 +30,7 @@ _ALIASES = {'su': 'longrope'}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What a config.json says of RoPE, from either spelling: rope_theta and rope_scaling, or the newer rope_parameters.
+  """The RoPE settings of a config.json, in either spelling: rope_theta and rope_scaling, or the newer rope_parameters.
 
   As in transformers: `rope_scaling` counts alone where it is there, `rope_theta` in it comes before the one outside,
   `original_max_position_embeddings` outside before the one in it.
@@ -115,7 +115,7 @@ class Settings:
     return original
 
   def _growth(self) -> float:
-    """By how much the context grows."""
+    """Compute by how much the context grows."""
     if (factor := self.keys.get('factor')) is not None:
       return float(factor)
     if not (self.context and self.original):
@@ -193,7 +193,7 @@ def _yarn(given: Settings, max_context: int | None) -> Rope:
   growth, original, d = given._growth(), given._original(), given.rotary_dim
 
   def pair_that_turns(times: float) -> float:
-    """Which pair turns so many times within the original context, were pairs numbers."""
+    """Compute the index, a real number, of the pair that turns this many times within the original context."""
     return d * math.log(original / (2 * math.pi * times)) / (2 * math.log(given.theta))
 
   fast, slow = float(given.keys.get('beta_fast', 32)), float(given.keys.get('beta_slow', 1))
@@ -213,7 +213,7 @@ def _yarn(given: Settings, max_context: int | None) -> Rope:
 
 
 def _enlargement(growth: float, scale: float = 1.0) -> float:
-  """By how much YaRN enlarges cosines and sines where the context grows by a factor."""
+  """Compute by how much YaRN enlarges cosines and sines if the context grows by a factor."""
   return 1.0 if growth <= 1 else 0.1 * scale * math.log(growth) + 1
 
 
@@ -225,7 +225,7 @@ def _yarn_factor(folder: Path, keys: Keys, growth: float) -> float:
     return _enlargement(growth, scale) / _enlargement(growth, of_all)
   if scale not in (0, 1) or of_all:
     raise ValueError(
-      f'{folder}: of mscale {scale} and mscale_all_dim {of_all}, engines take one alone to mean different things.'
+      f'{folder}: mscale {scale} and mscale_all_dim {of_all} must go together: engines disagree on one alone.'
     )
   return _enlargement(growth)
 
@@ -233,7 +233,7 @@ def _yarn_factor(folder: Path, keys: Keys, growth: float) -> float:
 def llama3_slowdown(
   theta: float, rotary_dim: int, factor: float, low: float, high: float, original_context: float
 ) -> tuple[float, ...]:
-  """Return by how much each pair of a head turns slower in Llama 3.1 and later, which see `factor` times the context.
+  """Compute how much slower each pair of a head turns in Llama 3.1 and later, for `factor` times the context.
 
   A pair that turned at least `high` times within the original context stays as it was, one that turned at most `low`
   times slows down by the factor, and between them the speed goes over linearly in the number of turns.

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files as NumPy arrays, bfloat16 included."""
+"""Read and write safetensors files as NumPy arrays, bfloat16 included."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ def read_safetensors(path: str | Path, names: Collection[str] | None = None) -> 
 
   Args:
     path: of the file.
-    names: those that are meant; None for all.
+    names: of the tensors to read; None for all.
 
   Raises:
     ValueError: no such file, truncated, corrupt, or a type that NumPy does not have.
@@ -70,7 +70,7 @@ def _tensor(file: Any, name: str, path: Path) -> np.ndarray:
 
 
 def _read_raw(path: Path, name: str, dtype: Any) -> np.ndarray:
-  """Read a tensor of a type of one byte: behind eight bytes with the length of the header, and the header."""
+  """Read a tensor of one-byte numbers: they follow eight bytes with the header's length, and the header."""
   with path.open('rb') as file:
     size = int.from_bytes(file.read(8), 'little')
     entry = json.loads(file.read(size))[name]
@@ -80,7 +80,7 @@ def _read_raw(path: Path, name: str, dtype: Any) -> np.ndarray:
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:
-  """Writes the file under a temporary name, then renames: a reader finds the old file or the whole new one.
+  """Write the file under a temporary name, then rename it: a reader finds the old file or the whole new one.
 
   Args:
     path: where the file goes; missing folders are made.

@@ -1,4 +1,4 @@
-"""The network that the config.json of a Hugging Face folder describes."""
+"""Read the network that the config.json of a Hugging Face folder describes."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from eagle_jax.weights.rope import Rope, Settings, chosen_context
 log = logging.getLogger('eagle_jax')
 
 
-# What keys mean that the text part of Gemma 3's files may lack.
+# Defaults of keys that the text part of Gemma 3's files may lack.
 _GEMMA_3 = {
   'vocab_size': 262_208, 'hidden_size': 2304, 'intermediate_size': 9216, 'num_hidden_layers': 26,
   'num_attention_heads': 8, 'num_key_value_heads': 4, 'head_dim': 256, 'max_position_embeddings': 131_072,
@@ -144,7 +144,7 @@ _MULTIPLIERS = {
 
 
 def _numbers(keys: Keys, family: Family, width: int) -> dict[str, Any]:
-  """The numbers that some families multiply by, or limit something to."""
+  """Read the factors and limits that only some families have."""
   numbers = {field: float(keys.get(key, 1.0)) for field, key in _MULTIPLIERS.items() if key in family.holds}
   if family.scales_embedding:
     numbers['embedding_scale'] = width**0.5
@@ -158,7 +158,7 @@ def _numbers(keys: Keys, family: Family, width: int) -> dict[str, Any]:
 
 
 def _scalings(keys: Keys, family: Family) -> dict[str, Keys]:
-  """The keys of RoPE, for each type of layer that has its own.
+  """Return the keys of RoPE, for each type of layer that has its own.
 
   Gemma 3's older files say all of full layers at the top level, and the base of the others, which are not scaled; newer
   ones have an object for each under rope_parameters.
@@ -176,7 +176,7 @@ def _scalings(keys: Keys, family: Family) -> dict[str, Keys]:
 
 
 def _meant_by_absence(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
-  """What the absent keys mean. So does null, but for `sliding_window`, where it means none."""
+  """Return what absent keys mean. A null means the same, except for `sliding_window`: there it means no window."""
   present = {name for name, value in content.items() if value is not None or name == 'sliding_window'}
   if 'rope_scaling' in present:
     present.add('rope_parameters')
@@ -184,7 +184,7 @@ def _meant_by_absence(family: Family, content: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_past(keys: Keys, family: Family) -> None:
-  """Count keys as read that say what the family is."""
+  """Mark the keys that only name the family as read."""
   keys.get('quantization_config')
   if family.qkv_bias:  # such a family has no switch for them
     keys.get('attention_bias')
@@ -198,13 +198,13 @@ def _read_past(keys: Keys, family: Family) -> None:
 
 
 def layer_changes(layers: list[dict[str, Any]]) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
-  """How layers differ from the first one, as `TargetConfig.layer_changes` has it."""
+  """List how layers differ from the first one, in the form of `TargetConfig.layer_changes`."""
   differing = ((i, tuple(set(layer.items()) - set(layers[0].items()))) for i, layer in enumerate(layers))
   return tuple((i, tuple(sorted(changes))) for i, changes in differing if changes)
 
 
 def _layers(folder: Path, keys: Keys, family: Family, ropes: Mapping[str, Rope]) -> list[dict[str, Any]]:
-  """The fields of each layer in which layers may differ."""
+  """Read the fields in which layers may differ, by layer."""
   num_layers = int(keys['num_hidden_layers'])
   if num_layers < 1:
     raise ValueError(f'{folder}: num_hidden_layers must be positive, got {num_layers}.')
@@ -225,7 +225,7 @@ def _layers(folder: Path, keys: Keys, family: Family, ropes: Mapping[str, Rope])
 
 
 def _routed_layers(keys: Keys, family: Family, num_layers: int) -> list[dict[str, Any]]:
-  """The number of experts of each layer, 0 where it is not routed, and the width of its feed-forward networks."""
+  """Read each layer's number of experts, 0 if it is not routed, and the width of its feed-forward networks."""
   width = int(keys['intermediate_size'])
   if not family.experts:
     return [{'num_experts': 0, 'ffn_width': width}] * num_layers
@@ -242,18 +242,18 @@ def _routed_layers(keys: Keys, family: Family, num_layers: int) -> list[dict[str
 
 
 def _rope_layers(folder: Path, keys: Keys, family: Family, num_layers: int) -> list[bool]:
-  """Which layers have RoPE."""
+  """Tell for each layer whether it has RoPE."""
   if 'no_rope_layers' not in family.holds:
     return [True] * num_layers
   interval = int(keys['no_rope_layer_interval'])
   given = keys.get('no_rope_layers', [(index + 1) % interval != 0 for index in range(num_layers)])
   if len(given) < num_layers:
-    raise ValueError(f'{folder}: no_rope_layers {given} says too little of {num_layers} layers.')
+    raise ValueError(f'{folder}: no_rope_layers {given} must hold one entry for each of {num_layers} layers.')
   return [bool(is_on) for is_on in given[:num_layers]]
 
 
 def _windows(folder: Path, keys: Keys, family: Family, has_rope: list[bool]) -> list[int | None]:
-  """How many tokens each layer sees; None: all."""
+  """Return how many tokens each layer sees; None for all."""
   holds, num_layers = family.holds, len(has_rope)
   window = keys.get('sliding_window') if 'sliding_window' in holds else None
   if 'use_sliding_window' in holds and not keys.flag('use_sliding_window'):
@@ -279,12 +279,12 @@ def _windows(folder: Path, keys: Keys, family: Family, has_rope: list[bool]) -> 
 
 
 def _eos_ids(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
-  """Those that transformers stops at: generation_config.json's, else config.json's."""
+  """Read the EOS ids that transformers stops at: generation_config.json's, else config.json's."""
   path = folder / 'generation_config.json'
   eos = read_json(path).get('eos_token_id') if path.is_file() else None
   if eos is None:
     eos = content.get('eos_token_id')
   eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
   if not all(isinstance(token, int) for token in eos_ids):
-    raise ValueError(f'{folder}: eos_token_id is {eos!r}; an integer, or a list of integers, is needed.')
+    raise ValueError(f'{folder}: eos_token_id must be an integer, or a list of integers, got {eos!r}.')
   return eos_ids

@@ -116,7 +116,7 @@ def source_digest() -> str:
 
 
 def _is_ours(value: Any) -> bool:
-  """Do the sources and the `repr` determine this static argument?
+  """Return whether the sources and the `repr` determine this static argument.
 
   They do for numbers, names, tuples of them, and this package's dataclasses.
   """

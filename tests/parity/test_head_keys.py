@@ -455,7 +455,7 @@ FLAGS = [
 def test_a_text_is_no_switch(load, name, keys):
   for key in keys:
     key = key.replace('layer:', WRITERS[name].layer)
-    with pytest.raises(ValueError, match=f"{key.split('.')[-1]} is 'false'"):
+    with pytest.raises(ValueError, match=f"{key.split('.')[-1]} (must be true or false, got|is) 'false'"):
       load(name, {key: 'false'})
 
 
@@ -478,7 +478,7 @@ class TestDraftVocabulary:
   def test_absolute_ids(self, load, ids):
     w = eagle3_weights()
     self.refused(load, w | {'d2t': ids}, 'd2t .*numbers may be ids themselves')
-    for number, message in ((V - 1, 'outside'), (60, 'd2t rises with every row')):
+    for number, message in ((V - 1, 'outside'), (60, 'd2t increases from entry to entry')):
       absolute = torch.arange(U) * 2
       absolute[-1] = number
       self.refused(load, without('t2d') | {'d2t': absolute}, message, 'Model-Optimizer')
