@@ -1,9 +1,6 @@
 """Meshes: rules and parameters in-process; sharded decoding equals unsharded, on eight forced CPU devices."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -11,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+import forked
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.models.transformer import TransformerTarget
@@ -25,7 +23,6 @@ from eagle_jax.sharding import (
   require_whole_share,
 )
 
-ROOT = Path(__file__).parents[1]
 SIZES = {'vocab_size': 16, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
 CASES = [
   f'{policy} {batch} {sampling}'
@@ -130,9 +127,8 @@ def test_every_parameter_has_its_row_or_is_small(shapes):
 
 def on_eight_devices(script: str):
   """Return what a script prints as JSON. A process of its own, since the number of devices is fixed when JAX starts."""
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
-  command = [sys.executable, Path(__file__).with_name(script)]
-  done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+  with forked.start(Path(__file__).with_name(script)) as process:
+    done = process.completed()
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout)
 
