@@ -151,16 +151,24 @@ def test_thresholds_replace_the_best_speedup():
     Adaptive(2, 2, 3, 6, thresholds=(1,))
 
 
-def test_stored_costs_are_found_by_device_pair_dtype_and_nearest_batch(here):
-  assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
+def find(batch=1, **changes):
+  names = {'device': 'x', 'kernels': 'xla', 'target': 'target', 'drafter': 'drafter', 'dtype': 'float32'}
+  return cost_store.find(**names | changes, batch=batch)
+
+
+def test_stored_costs_are_found_by_device_kernels_pair_dtype_and_nearest_batch(here):
+  assert find() is None
   path = cost_store.write(COSTS)
   assert cost_store.read(path) == COSTS
   cost_store.write(dataclasses.replace(COSTS, batch=16))
-  assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=3).batch == 1
-  assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=6).batch == 16
-  assert cost_store.find(device='x', target='target', drafter='other', dtype='float32', batch=1) is None
-  assert cost_store.find(device='2x2xx', target='target', drafter='drafter', dtype='float32', batch=1) is None
-  assert len(list((here / 'costs').iterdir())) == 2
+  assert find(kernels='compiled', batch=16).batch == 16
+  cost_store.write(compiled := dataclasses.replace(COSTS, kernels='compiled'))
+  assert find(batch=3).batch == 1
+  assert find(batch=6).batch == 16
+  assert find(kernels='compiled', batch=16) == compiled
+  assert find(drafter='other') is None
+  assert find(device='2x2xx') is None
+  assert len(list((here / 'costs').iterdir())) == 3
 
 
 def test_table_shows_passes_policies_and_vocabularies():
@@ -253,7 +261,7 @@ def test_damaged_cost_file_is_ignored_with_a_warning(here, damage, caplog):
   del fields['times']
   path.write_text(json.dumps(fields) if damage is None else damage)
   with caplog.at_level(logging.WARNING, 'eagle_jax'):
-    assert cost_store.find(device='x', target='target', drafter='drafter', dtype='float32', batch=1) is None
+    assert find() is None
   assert f'ignoring {path}' in caplog.text
 
 

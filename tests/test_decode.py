@@ -21,6 +21,7 @@ from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.request import token_ids
 from eagle_jax.kernels.argmax import NAN_SCORE
+from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.adaptive import Adaptive
@@ -183,8 +184,8 @@ def test_padded_columns_change_nothing(target, drafter, plain, policy):
   params, spec = decode.build(target, drafter, policy=policy)
   prompt_BL, length_B = np.asarray(PROMPTS[:1], np.int32), np.asarray([3], np.int32)
   outs = []
-  for min_columns in (1, 16):
-    padded = dataclasses.replace(spec, min_columns=min_columns)
+  for columns in (Columns(), Columns(least=16)):
+    padded = dataclasses.replace(spec, columns=columns)
     state = decode.prefill(params, prompt_BL, length_B, spec=padded, max_new_tokens=NUM_NEW)
     outs.append(decode.result(decode.decode_loop(params, state, spec=padded)))
   for thin, thick in zip(*outs, strict=True):

@@ -23,8 +23,8 @@ FLOORS = {
 # Within a package: in data order, each module may import those before it.
 ORDER = {
   'kernels': (
-    '__init__', 'dispatch', 'tiling', 'layout', 'scan', 'random', 'argmax', 'top_k', 'write_kv', 'einsum',
-    'ordering', 'cpu', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
+    '__init__', 'dispatch', 'layout', 'scan', 'random', 'argmax', 'top_k', 'write_kv', 'einsum',
+    'ordering', 'cpu', 'tiling', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),

@@ -15,7 +15,8 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.decode.request import MAX_TEMPERATURE, MIN_TOP_P
 from eagle_jax.decode.verify import verify, verify_parallel, verify_sequential
 from eagle_jax.draft.expand import Children, grow
-from eagle_jax.kernels.tiling import columns_per_sequence
+from eagle_jax.kernels import cpu
+from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import Experts, SwiGLU, find_asked, route
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostModel, StepCosts, best_size, is_level_worth
 from eagle_jax.policy.trees import EAGLE1_PATHS, Chain, DynamicTree, Level, StaticTree
@@ -466,10 +467,17 @@ def test_choose_takes_the_first_of_equal_logits():
     (3, 4, 4),
   ],
 )
-def test_columns_per_sequence_fills_tiles(num_nodes, batch, wanted):
-  assert columns_per_sequence(num_nodes, batch) == wanted
+def test_columns_fill_tiles(num_nodes, batch, wanted):
+  assert Columns().per_sequence(num_nodes, batch) == wanted
+  assert Columns(any_until=16).per_sequence(num_nodes, batch) == (num_nodes if num_nodes * batch <= 16 else wanted)
 
 
 @pytest.mark.parametrize(('num_nodes', 'batch', 'wanted'), [(1, 1, 8), (1, 4, 2), (1, 3, 1), (5, 2, 8), (9, 1, 16)])
-def test_columns_per_sequence_has_the_minimum_columns(num_nodes, batch, wanted):
-  assert columns_per_sequence(num_nodes, batch, min_columns=8) == wanted
+def test_columns_are_at_least_what_costs_nothing(num_nodes, batch, wanted):
+  assert Columns(least=8).per_sequence(num_nodes, batch) == wanted
+
+
+def test_columns_that_devices_ask_for(monkeypatch):
+  monkeypatch.setattr(cpu, 'target', lambda: 'eagle_matmul')
+  assert Columns.of() == Columns(any_until=16)
+  assert (Columns.of('gpu'), Columns.of('tpu')) == (Columns(), Columns(least=8))

@@ -28,6 +28,7 @@ from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import Nodes, Traced, observe, trace
+from eagle_jax.kernels.cpu import in_use
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.costs import Bytes, Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
@@ -36,8 +37,8 @@ from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, num_devices, to_host, use_mesh
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
-NUM_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-WIDTHS = (1, 2, 4, 8, 10)
+NUM_NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
+WIDTHS = (1, 4, 10)
 SHAPES: tuple[Chain | DynamicTree, ...] = (
   Chain(1), Chain(2), Chain(3), Chain(4), Chain(6), DynamicTree(2, 2, 3, 6), DynamicTree(3, 3, 3, 8),
   DynamicTree(3, 3, 4, 12), DynamicTree(4, 4, 5, 16), DynamicTree(6, 6, 5, 24), DynamicTree(8, 8, 6, 32), DynamicTree(),
@@ -54,7 +55,6 @@ DEPTHS = 2, 8  # of two trees; the difference of their steps is the time of the 
 CONTEXTS = (64, 960)  # tokens
 NUM_STEPS = 16
 NUM_ROUNDS = 6
-NUM_RUNS = 3  # of each variant in a round
 MAX_COMPILERS = 8  # threads; each takes memory, also on a GPU, where the compiler times alternatives
 
 
@@ -160,11 +160,10 @@ def time_steps(
     for _ in progress(range(NUM_ROUNDS), desc='rounds'):
       for name, run in runs.items():
         params, _ = variants[name]
-        for _ in range(NUM_RUNS):
-          state = copy_state(first[name])
-          start = time.perf_counter()
-          state = jax.block_until_ready(run(params, state))
-          best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
+        state = copy_state(first[name])
+        start = time.perf_counter()
+        state = jax.block_until_ready(run(params, state))
+        best[name] = min(best[name], 1000 * (time.perf_counter() - start) / int(state.num_passes.max()))
   jitted: Any = run_prefill, decode_loop
   for one in jitted:
     one.clear_cache()  # JAX would keep all these programs
@@ -202,6 +201,7 @@ def measure_times(
     bytes_per_s=num_devices(mesh) * max(read_rates),
     flops_per_s=num_devices(mesh) * flops_per_s(str(target.dtype)),
     date=datetime.date.today().isoformat(),
+    kernels=in_use(mesh),
     **ran_on(mesh),
   )
 

@@ -7,6 +7,7 @@ from eagle_jax.decode.request import at_least_one, require_pair
 from eagle_jax.device import device_name, num_free_nodes
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of
+from eagle_jax.kernels.cpu import in_use
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.cost_store import find
 from eagle_jax.policy.costs import Costs
@@ -66,8 +67,9 @@ def resolve_policy(
 
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
   """Find the costs that `launch/cost.py` measured for this device and pair, or those shipped for such a device."""
+  mesh = mesh_of(target.params)
   names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': target.weights_name}
-  return find(device=device_name(mesh_of(target.params)), **names, batch=batch)
+  return find(device=device_name(mesh), kernels=in_use(mesh), **names, batch=batch)
 
 
 def guessed_policy(batch: int, *, num_free: int, lookup: bool = True) -> TreePolicy:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from eagle_jax.cache import KVCache
 from eagle_jax.draft.interface import DraftNetwork
-from eagle_jax.kernels.tiling import free_columns
+from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.interface import TargetNetwork
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Chooser, GumbelMax, Sampling
@@ -35,8 +35,7 @@ class Spec:
   drafter: DraftNetwork
   policy: TreePolicy
   chooser: Chooser = GumbelMax()
-  # Minimum number of activation columns in a target pass, over the sequences of a device.
-  min_columns: int = dataclasses.field(default_factory=free_columns)
+  columns: Columns = dataclasses.field(default_factory=Columns.of)  # that a target pass has on a device
   is_traced: bool = False  # whether a step also shows the target's probability of every node; see `decode.record`
 
   @property

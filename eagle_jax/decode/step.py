@@ -13,7 +13,6 @@ from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.verify import Verdict, verify
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import TextLookup
-from eagle_jax.kernels.tiling import columns_per_sequence
 from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.sharding import num_batch_shards
 from eagle_jax.tree import NO_PARENT, Candidates, DraftTree, ancestor_mask, depth, pad_nodes, rerank
@@ -76,7 +75,7 @@ def verify_tree(params: Params, state: DecodeState, candidates: Candidates, *, n
   tree = jax.vmap(functools.partial(rerank, num_nodes=num_nodes))(candidates)
   batch = tree.token.shape[0]
   on_device = batch // num_batch_shards(batch, jax.sharding.get_abstract_mesh())
-  full = pad_nodes(tree, columns_per_sequence(num_nodes, on_device, min_columns=spec.min_columns))
+  full = pad_nodes(tree, spec.columns.per_sequence(num_nodes, on_device))
   mask_BTT = jax.vmap(functools.partial(ancestor_mask, max_depth=max_depth))(full.parent)
   position_BT = state.cache.length[:, None] + jax.vmap(depth)(mask_BTT)
   taps, entries = spec.target.forward(params.target, full.token, position_BT, mask_BTT, state.cache)

@@ -1,31 +1,42 @@
 """Sizes that fill whole tiles: of a product, where a tile that is not full costs as much as a full one, and of a cache,
 whose slots a kernel reads in blocks."""
 
+import dataclasses
+
 import jax
 
-
-def free_columns(platform: str | None = None) -> int:
-  """Count the columns that a product has at no more cost than one.
-
-  A TPU keeps a product of one column from its matrix unit.
-
-  Args:
-    platform: 'cpu', 'gpu' or 'tpu'; None for the one that programs run on by default.
-  """
-  return 8 if (platform or jax.default_backend()) == 'tpu' else 1
+from eagle_jax.kernels import cpu
 
 
-def columns_per_sequence(num_nodes: int, batch: int, *, min_columns: int = 1) -> int:
-  """Count the columns that a target pass has for each sequence: one a node, and where it pays a few unused ones more.
+@dataclasses.dataclass(frozen=True)
+class Columns:
+  """What a device's products ask of the number of their columns."""
 
-  Args:
-    num_nodes: of each sequence's tree.
-    batch: sequences on a device.
-    min_columns: that the pass has at least, over all of them.
-  """
-  flat = max(batch * num_nodes, min_columns)
-  tiled = 1 << (flat - 1).bit_length() if flat <= 16 else -(-flat // 16) * 16
-  return num_nodes if tiled % batch else tiled // batch
+  least: int = 1  # that cost no more than one
+  any_until: int = 0  # so many columns cost what they are; more are rounded up to whole tiles
+
+  @classmethod
+  def of(cls, platform: str | None = None) -> 'Columns':
+    """Return what 'cpu', 'gpu' or 'tpu' asks; None: the platform that programs run on by default.
+
+    A TPU keeps a product of one column from its matrix unit. The kernels of `cpu.cc` have a form for each count.
+    """
+    if (platform or jax.default_backend()) == 'tpu':
+      return cls(least=8)
+    return cls(any_until=cpu.MAX_COLUMNS if platform is None and cpu.target() else 0)
+
+  def per_sequence(self, num_nodes: int, batch: int) -> int:
+    """Count the columns that a target pass has for each sequence: one a node, and where it pays a few unused ones more.
+
+    Args:
+      num_nodes: of each sequence's tree.
+      batch: sequences on a device.
+    """
+    flat = max(batch * num_nodes, self.least)
+    if flat <= self.any_until:
+      return num_nodes
+    tiled = 1 << (flat - 1).bit_length() if flat <= 16 else -(-flat // 16) * 16
+    return num_nodes if tiled % batch else tiled // batch
 
 
 def round_up_slots(num_slots: int) -> int:

@@ -1,4 +1,4 @@
-"""Targets whose matrices are rounded to 8 bits, an output channel at a time; activations stay floats.
+"""Targets whose matrices are rounded to 8 bits, an output channel at a time; activations stay floats, or 16 bits.
 
 That is another model than the one it was rounded from, and decoding it is just as exact: speculative text is its own
 plain text. The head is rounded too, the embedding is not: where the two are one matrix, it is held twice.

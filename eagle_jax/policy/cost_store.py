@@ -25,7 +25,8 @@ def write(costs: Timings, folder: Path | None = None) -> Path:
   `find` looks in the default folder of `Costs`. `Timings` alone, which hold no policies, go to another folder.
   """
   folder = folder or cache_folder() / ('costs' if isinstance(costs, Costs) else 'parts')
-  name = f'{costs.device}_{costs.target}_{costs.drafter}_{costs.dtype}_{costs.batch}'
+  parts = costs.device, costs.target, costs.drafter, costs.dtype, costs.batch
+  name = '_'.join(map(str, parts if costs.kernels == 'xla' else (*parts, costs.kernels)))
   path = folder / f'{"".join(c if c.isalnum() else "-" for c in name)}.json'
   with replacing(path) as temporary:
     temporary.write_text(json.dumps({'version': VERSION, **dataclasses.asdict(costs)}, indent=1), encoding='utf-8')
@@ -60,14 +61,15 @@ def _read(path: Path, modified: int) -> Costs | None:
     return None
 
 
-def find(*, device: str, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
+def find(*, device: str, kernels: str, target: str, drafter: str, dtype: str, batch: int) -> Costs | None:
   """Find the costs of a device, pair and dtype at the nearest batch size; see `Costs.at_batch`.
 
-  Costs measured on this machine come before those shipped with the package; None if there are neither.
+  Costs measured on this machine come before those shipped with the package, and of each those measured with the same
+  kernels before others; None if there are none.
   """
   for folder in (cache_folder() / 'costs', SHIPPED):
     stored = [read(path) for path in sorted(folder.glob('*.json'))]
     alike = [c for c in stored if c and (c.device, c.target, c.drafter, c.dtype) == (device, target, drafter, dtype)]
     if alike:
-      return min(alike, key=lambda costs: abs(np.log(costs.batch / batch)))
+      return min(alike, key=lambda costs: (costs.kernels != kernels, abs(np.log(costs.batch / batch))))
   return None

@@ -90,6 +90,7 @@ class Timings:
   versions: dict[str, str]
   date: str
   compute_dtype: str | None = dataclasses.field(default=None, kw_only=True)  # of activations; None: as `dtype`
+  kernels: str = dataclasses.field(default='xla', kw_only=True)  # see `kernels.cpu.in_use`
 
   @property
   def floats(self) -> str:

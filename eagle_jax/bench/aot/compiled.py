@@ -21,7 +21,7 @@ from eagle_jax.decode.step import decode_step
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.plain import NoDrafter
-from eagle_jax.kernels.tiling import free_columns
+from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
@@ -94,8 +94,8 @@ class ShapedPair:
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
     """Return the static description, with `drafter` in place of the EAGLE head if it is given."""
     network = TransformerTarget(self.target, self.dtype)
-    min_columns = free_columns(self.mesh.devices.flat[0].platform)
-    return Spec(network, drafter or Eagle(self.drafter, self.dtype), policy, min_columns=min_columns)
+    columns = Columns.of(self.mesh.devices.flat[0].platform)
+    return Spec(network, drafter or Eagle(self.drafter, self.dtype), policy, columns=columns)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
     """Compile prefill, and return it with the shapes of the state that it returns."""
