@@ -18,7 +18,9 @@ from eagle_jax.train.step import Objective, Recipe
 _ON_CPU = runpy.run_path(str(Path(__file__).with_name('smollm2_eagle2.py')))
 TARGET, TAPS = _ON_CPU['TARGET'], (8, 16, 24)
 DRAFTER = EagleTapsConfig(**{**vars(_ON_CPU['DRAFTER']), 'name': 'smollm2-135m-eagle2-taps'}, taps=TAPS)
-SHORT = Data(num_shards=60, shard_size=128, temperatures=(0.0, 1.0, 0.7, 0.0, 1.0), seed=42, taps=TAPS)
+SHORT = Data(
+  num_shards=60, shard_size=128, num_rows=32, num_refill=8, temperatures=(0.0, 1.0, 0.7, 0.0, 1.0), seed=42, taps=TAPS
+)
 LONG = dataclasses.replace(
   SHORT, num_shards=10, shard_size=48, num_rows=24, num_refill=8, min_prompt=129, max_prompt=448, max_new_tokens=128
 )

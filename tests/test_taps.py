@@ -27,7 +27,7 @@ from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
 
-POLICIES = (DynamicTree(4, 3, 3, 12), Chain(3, lookup=True), StaticTree([(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)]))
+POLICIES = (DynamicTree(4, 3, 3, 12, lookup=True), StaticTree([(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)]))
 SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
 PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 7)] for first in range(8)]
 HOW = {'max_new_tokens': 24, 'eos_ids': ()}
@@ -97,7 +97,8 @@ def test_a_head_with_taps_comes_back_and_no_other_layout_takes_it(target, tappin
 
 
 def test_a_quantised_head_with_taps_writes_the_same_text(target, tapping):
-  texts = [generate(target, drafter, PROMPTS, policy=POLICIES[0], **HOW) for drafter in (tapping, tapping.quantised())]
+  how = {'policy': POLICIES[0], 'trace': True, **HOW}  # a program of the test above
+  texts = [generate(target, drafter, PROMPTS, **how) for drafter in (tapping, tapping.quantised())]
   assert texts[0].tokens == texts[1].tokens
   assert texts[0].stats['tau'] == pytest.approx(texts[1].stats['tau'], rel=0.1)
 
@@ -174,11 +175,12 @@ def recorded(taps: tuple[int, ...]):
 
 
 @pytest.mark.parametrize('kind', FEW)
-def test_heads_with_taps_learn_resume_and_draft(target, tapping, tmp_path, kind):
-  """In one run: every parameter learns; a run begun again ends as before; the drafter loads, and its text is plain.
+def test_heads_with_taps_learn_and_resume(target, tapping, tmp_path, monkeypatch, kind):
+  """In one run: every parameter learns; a run begun again ends as before; the drafter loads.
 
   EAGLE-3 begins at random. The other goes on from a head of 40 ids, and keeps them.
   """
+  monkeypatch.setattr('eagle_jax.train.loop.TREES', {'tree_tau': Chain(3)})
   config, recipe = FEW[kind], dataclasses.replace(RECIPE, objective=OBJECTIVES[kind])
   initial = tapping.with_ids([*range(90, 50, -1)]) if kind == 'eagle2-taps' else None
   examples, how = recorded(config.taps), {'initial': initial, 'report_every': 4, 'num_traced': 2 if initial else 0}
@@ -190,14 +192,12 @@ def test_heads_with_taps_learn_resume_and_draft(target, tapping, tmp_path, kind)
   if initial is None:
     first = kind_of(config).network(config).init_params(jax.random.key(RECIPE.seed))
   else:
-    assert {'tree_tau', 'small_tree_tau'} <= metrics.keys()
+    assert metrics['tree_tau'] >= 1
     assert drafter.params['ids'].tolist() == initial.params['ids'].tolist()
     first = {name: initial.params[name] for name in ('fc', 'layer', 'taps')}
   for name in first:
     for ours, theirs in zip(jax.tree.leaves(drafter.params[name]), jax.tree.leaves(first[name]), strict=True):
       assert np.abs(ours - theirs).max() > 1e-3, name
-  plain, drafted = (generate(target, x, PROMPTS, policy=y, **HOW) for x, y in ((None, 'plain'), (drafter, Chain(3))))
-  assert drafted.tokens == plain.tokens
 
 
 def test_examples_of_other_taps_are_refused_before_training(target, tmp_path):

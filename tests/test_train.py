@@ -32,7 +32,7 @@ from eagle_jax.policy.trees import Chain
 from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
 from eagle_jax.train.checkpoint import metrics_log, run_lock
-from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan
+from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan, read_vocabulary
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.loop import begin, evaluate_all, frozen_inputs, train, with_features
 from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_correct, rollout
@@ -665,6 +665,7 @@ def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
       "at least 0: {'learning_rate': nan, 'feature_noise': -1.0}",
     ),
     ({'clip_norm': 0.0}, 'clip_norm is 0.0; a number above 0'),
+    ({'objective': Objective(num_steps=33)}, 'num_places is 32, and objective.num_steps 33'),
     ({'num_accumulated': 4}, 'num_accumulated is 4; a divisor of num_steps, 6, is needed'),
   ],
 )
@@ -688,6 +689,41 @@ def test_data_of_which_nothing_was_made_may_be_made_of_other_prompts(target, tmp
   (tmp_path / 'a' / 'shard_0000.safetensors').touch()
   with pytest.raises(ValueError, match="begun otherwise: prompts 'second', not 'third'"):
     asked('third', 'third')
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    ('{"ids": [1, 31, 2]}', 'the id 31; the target has those below 31'),
+    ('{"ids": [1, 2, 2]}', '3 ids, 2 of them distinct.* 3, are needed'),
+    ('{"ids": [1, 2]}', '2 ids, 2 of them distinct.* 3, are needed'),
+    ('{"ids": [1, 2, "x"]}', 'vocabulary.json holds no .*of integers'),
+    ('[1, 2, 3]', 'vocabulary.json holds no .*of integers'),
+    ('{"ids": [1, 2', 'vocabulary.json'),
+  ],
+)
+def test_a_vocabulary_in_a_file_is_checked(tmp_path, content, message):
+  config, path = dataclasses.replace(DRAFTER, draft_vocab_size=3), tmp_path / 'vocabulary.json'
+  path.write_text('{"ids": [5, 30, 0]}')
+  assert read_vocabulary(path, config).tolist() == [5, 30, 0]
+  path.write_text(content)
+  with pytest.raises(ValueError, match=message):
+    read_vocabulary(path, config)
+
+
+def test_a_run_is_not_resumed_with_other_ids(target, tmp_path):
+  """Of equal size, they would pass every check of shapes."""
+  examples, config = answered(12, 24, 1.0), dataclasses.replace(DRAFTER, draft_vocab_size=20)
+  recipe = dataclasses.replace(RECIPE, num_steps=2)
+  run = functools.partial(train, target, config, examples[:10], examples[10:], recipe, tmp_path, report_every=2)
+  run(ids=np.arange(20, dtype=np.int32))
+  with pytest.raises(ValueError, match='begun otherwise: ids '):
+    run(ids=np.arange(1, 21, dtype=np.int32))
+  assert load_drafter(tmp_path / 'drafter', target).params['ids'].tolist() == [*range(20)]
+  own = Eagle3Config(**SIZES, target_width=16, taps=(), draft_vocab_size=20)
+  head = Drafter(own, Eagle3(own).init_params(jax.random.key(0)) | {'ids': jnp.arange(20)})
+  with pytest.raises(ValueError, match='head of its own for 20 ids'):
+    train(target, own, examples[:10], examples[10:], recipe, tmp_path, initial=head, ids=np.arange(1, 21))
 
 
 def test_a_bfloat16_recipe_trains_beside_a_bfloat16_target(target, tmp_path):

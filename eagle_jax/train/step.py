@@ -96,6 +96,11 @@ class Recipe:
         f'Recipe: num_places is {self.num_places} and chunk_places {self.chunk_places}; chunk_places must divide '
         'num_places, or be no smaller.'
       )
+    if self.objective.num_steps > self.num_places:
+      raise ValueError(
+        f'Recipe: num_places is {self.num_places}, and objective.num_steps {self.objective.num_steps}: a chain would '
+        'be longer than a row.'
+      )
     if self.num_steps % self.num_accumulated:
       raise ValueError(
         f'Recipe: num_accumulated is {self.num_accumulated}; a divisor of num_steps, {self.num_steps}, is needed: '
@@ -251,8 +256,9 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
   heads = Heads(frozen.head, frozen.head if own_head is None else own_head, frozen.row_of, frozen.whole_head)
   num_chunks = max(1, recipe.num_places // recipe.chunk_places)
   by_rows = losses.by_chunks(functools.partial(distill, objective), num_chunks, is_frozen=own_head is None)
-  scored_DdBL = network.pre_head(read, out_DdBL.reshape(len(out_DdBL), -1)).reshape(out_DdBL.shape)
-  row_dBL, distilled = by_rows(heads, scored_DdBL, rows)
+  scored = [network.pre_head(read, out_DBL.reshape(len(out_DBL), -1)) for out_DBL in jnp.unstack(out_DdBL, axis=1)]
+  scored_DdBL = jnp.stack([x_DR.reshape(-1, *packed.label.shape) for x_DR in scored], axis=1)
+  row_dBL, distilled = by_rows(heads, constrain(scored_DdBL, ('width', None, 'batch', None)), rows)
   means = {'cross_entropy': distilled.cross_entropy}
   if own_head is None:
     means['regression'] = losses.regression(out_DdBL, next_DBL[:, None])
