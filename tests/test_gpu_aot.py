@@ -62,6 +62,14 @@ def test_each_family_compiles(devices, family):
   compile_loop(ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=64, batch=2), SMALL)
 
 
+@pytest.mark.parametrize(('name', 'dtype'), [('t4', 'float16'), ('a100', 'bfloat16'), ('l4', 'bfloat16')])
+def test_older_gpus_compile(devices, name, dtype):
+  """They have no kernel for attention of their own, and a T4 no bfloat16."""
+  target, drafter = random_pairs.configs('tiny')
+  mesh = make_mesh(described.devices(name))
+  compile_loop(ShapedPair(target, drafter, mesh, num_prompt=64, dtype=jnp.dtype(dtype)), Chain(2))
+
+
 @pytest.mark.parametrize('policy', [StaticTree(), Chain(4, lookup=True), DynamicTree()], ids=lambda p: p.describe()[:9])
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_smollm2_compiles(devices, policy, dtype):
