@@ -24,6 +24,10 @@ from eagle_jax.hub import load_drafter, load_target, save_drafter
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.costs import Costs
+from eagle_jax.policy.ddd import DDD
+from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.sure_mass import SureMass
+from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sampling import GumbelMax
 from eagle_jax.sharding import make_mesh
@@ -36,7 +40,8 @@ except PackageNotFoundError:  # imported from a folder that was not installed
 __url__ = ''  # of the repository, once it has one that notebooks can install from
 
 __all__ = [
-  'Adaptive', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'Generation', 'GumbelMax', 'Plain', 'StaticTree', 'Target',
+  'DDD', 'SVIP', 'Adaptive', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'GapTree', 'Generation', 'GumbelMax', 'Plain',
+  'StaticTree', 'SureMass', 'Target',
   'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
   'viz',
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """The draft tree and its algebra, written for one sequence; batch with `jax.vmap`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ class Candidates(NamedTuple):
   parent: jax.Array  # [A] i32, candidate number; NO_PARENT at the root
   log_q: jax.Array  # [A] f32, log-probability of the path; -inf where unused
   score: jax.Array  # [A] f32, ranks the candidates; never above the parent's
+  # [A] f32, entropy of the distribution that each was drawn from, nats; 0 at the root. None unless the policy asks.
+  entropy: Any = None
 
 
 def root_only(token_B: jax.Array) -> Candidates:

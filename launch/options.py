@@ -9,7 +9,8 @@ from eagle_jax.policy.kinds import KINDS
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
-SIZES = 'num_nodes', 'max_depth', 'width', 'fanout', 'lookup'  # flags that are fields of policies
+NUMBERS = 'least_log_mass', 'scale', 'most_rejected', 'least_mass', 'steepness'
+FIELDS = 'num_nodes', 'max_depth', 'width', 'fanout', 'lookup', *NUMBERS  # flags that are fields of policies
 
 
 def takers(name: str) -> list[str]:
@@ -27,6 +28,11 @@ flags.DEFINE_integer('max_depth', None, f'Edges from root to deepest leaf {where
 flags.DEFINE_integer('width', None, f'Number of nodes expanded at each level {where("width")}.', lower_bound=1)
 flags.DEFINE_integer('fanout', None, f'Number of children of each node {where("fanout")}.', lower_bound=1)
 flags.DEFINE_bool('lookup', None, f'Also draft tokens that followed earlier matches in the text {where("lookup")}.')
+flags.DEFINE_float('least_log_mass', None, f'Least log-probability of a level to draft on {where("least_log_mass")}.')
+flags.DEFINE_float('scale', None, f'Square of the share rejected, over entropy in nats {where("scale")}.')
+flags.DEFINE_float('most_rejected', None, f'Largest sqrt(scale * entropy) to draft on {where("most_rejected")}.')
+flags.DEFINE_float('least_mass', None, f'Least probability of a level, weighted by 1 - that {where("least_mass")}.')
+flags.DEFINE_float('steepness', None, f'How fast siblings become fewer, 1 / nats {where("steepness")}.')
 flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of new tokens for each prompt.', lower_bound=1)
 flags.DEFINE_float('temperature', 0.0, 'Sampling temperature; 0 is greedy.')
 flags.DEFINE_integer('top_k', 0, 'Sample from the k likeliest tokens; 0 keeps all.')
@@ -36,7 +42,7 @@ flags.DEFINE_integer('seed', 0, 'Seed that determines the text.')
 
 def requested():
   """Collect the keywords of `generate` and `stream`."""
-  fields = {name: FLAGS[name].value for name in SIZES if FLAGS[name].value is not None}
+  fields = {name: FLAGS[name].value for name in FIELDS if FLAGS[name].value is not None}
   if unused := [name for name in fields if FLAGS.policy not in takers(name)]:
     raise ValueError(f'--policy={FLAGS.policy} does not take {unused}: leave them out, or choose a policy that does.')
   policy = KINDS[FLAGS.policy](**fields) if FLAGS.policy in KINDS else FLAGS.policy

@@ -104,7 +104,7 @@ class OracleDrafter:
   vocab_size: int = 13
   hit: float = 0.8
 
-  def start(self, params, token_BL, taps: Taps, length_B, num_slots: int) -> Memory:
+  def start(self, params, token_BL, taps: Taps, length_B, num_slots: int, first_B) -> Memory:
     # A prompt's own first token comes to no drafter as a token: only through its feature.
     first = Memory(unpack(taps.feature)[:, 0], jnp.zeros(len(token_BL), jnp.int32))
     return self.update(params, first, token_BL, taps, length_B)
@@ -162,11 +162,12 @@ class Perturbed(GumbelMax):
 
 
 def build(
-  policy: Any, *, vocab_size: int = 13, drafter: Any = None, arrays: Any = (), chooser: Any = None
+  policy: Any, *, vocab_size: int = 13, drafter: Any = None, arrays: Any = None, chooser: Any = None
 ) -> tuple[Params, Spec]:
   """Params (the pair has none) and spec of the oracle pair; `Plain()` takes no drafter."""
   drafter = NoDrafter() if isinstance(policy, Plain) else drafter or OracleDrafter(vocab_size)
-  return Params({}, {}, arrays), Spec(OracleTarget(vocab_size), drafter, policy, chooser or GumbelMax())
+  arrays = policy.arrays(None, None, None) if arrays is None else arrays
+  return Params({}, {}, arrays), Spec(OracleTarget(vocab_size), drafter, policy.static(), chooser or GumbelMax())
 
 
 def decode(params: Params, spec: Spec, tokens_BL, length_B, *, loop=decode_loop, **request) -> tuple[jax.Array, ...]:

@@ -25,6 +25,10 @@ from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.ddd import DDD
+from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.sure_mass import SureMass
+from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from listen import compile_events
 from tiny_costs import COSTS
@@ -41,6 +45,12 @@ SAMPLINGS = (
 SMALL = DynamicTree(4, 3, 3, 8)
 ADAPTIVE = Adaptive(4, 3, 3, 8, smaller=(1, 4))
 NUM_NEW = 40
+RULED = (
+  (DDD(4, 3, 3, 8, smaller=(4,), least_log_mass=-3.0), {'least_log_mass': -99.0}),
+  (SVIP(4, 3, 3, 8, smaller=(4,), scale=0.15, most_rejected=0.5), {'most_rejected': 99.0}),
+  (SureMass(4, 3, 3, 8, smaller=(4,), scale=0.1, least_mass=0.1), {'least_mass': 0.0}),
+  (GapTree(4, 3, 3, 8), {'steepness': 50.0}),
+)
 
 
 GENERATE = sys.modules['eagle_jax.decode.generate']  # the function of that name hides the module
@@ -90,6 +100,35 @@ def test_generate_matches_plain_decoding(target, drafter, plain, policy):
     assert out.stats['tau'] == (NUM_NEW - 1) * len(PROMPTS) / out.stats['num_target_passes']
     assert out.stats['policy'] == policy.describe()
     assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == (policy.num_nodes, policy.max_depth)
+
+
+@pytest.mark.parametrize(('policy', 'other'), RULED, ids=lambda p: p.describe() if hasattr(p, 'describe') else '')
+def test_rules_change_no_text_and_their_numbers_compile_nothing(target, drafter, plain, policy, other):
+  """With the other number the rule never stops, or offers fewer siblings."""
+  for how, expected in reversed([*zip(SAMPLINGS, plain, strict=True)]):
+    out = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, **how)
+    assert out.tokens == expected.tokens
+  tuned = dataclasses.replace(policy, **other)
+  with compile_events() as events:
+    full = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=tuned)
+  assert events == []
+  assert full.tokens == plain[0].tokens
+  assert full.stats['policy'] == tuned.describe()
+  if isinstance(policy, GapTree):
+    assert out.stats['tau'] != full.stats['tau']
+  else:
+    assert out.stats['levels_per_pass'] < full.stats['levels_per_pass'] == policy.max_depth
+
+
+def test_a_drafter_knows_the_entropy_of_all_its_tokens(target, drafter):
+  params, spec = decode.build(target, drafter, policy=Chain(2))
+  out_DBW = jax.random.normal(jax.random.key(0), (32, 2, 3))
+  few, every = (
+    spec.drafter.top_children(params.drafter, out_DBW, lambda ids_UB: jnp.zeros(ids_UB.shape), n, has_entropy=True)
+    for n in (2, 97)
+  )
+  exact_BW = -(jnp.exp(every.log_p) * every.log_p).sum(axis=2)
+  np.testing.assert_allclose(few.entropy, exact_BW, rtol=1e-5)
 
 
 def test_plain_decoding_counts_one_token_a_pass(plain):

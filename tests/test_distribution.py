@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 
 import oracle
+from eagle_jax.policy.ddd import DDD
+from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.sure_mass import SureMass
+from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
 from eagle_jax.sampling import Sampling, choose
 
@@ -18,6 +22,12 @@ VOCAB, BATCH, NUM_BATCHES = 8, 20_000, 5
 PROMPT = np.asarray([1, 2, 3], np.int32)
 NUM_NEW = 3  # the first comes from prefill, the other two from speculative steps
 POLICIES = (Chain(2), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]), DynamicTree(3, 3, 2, 7))
+RULED = (
+  DDD(3, 3, 2, 7, smaller=(3,), least_log_mass=0.03),
+  SVIP(3, 3, 2, 7, smaller=(3,), scale=0.15, most_rejected=0.3),
+  SureMass(3, 3, 2, 7, scale=0.1, least_mass=0.7),
+  GapTree(3, 3, 2, 7),
+)
 SAMPLINGS = (
   {'temperature': 1.0},
   {'temperature': 0.6},
@@ -87,6 +97,11 @@ def worst(drawn_VVV: np.ndarray, expected_VVV: np.ndarray) -> float:
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_draws_follow_the_target(policy, index):
   assert worst(draws(policy, SAMPLINGS[index], seed=index), exact_of(index)) < 3
+
+
+@pytest.mark.parametrize('index', range(len(RULED)), ids=lambda i: RULED[i].describe())
+def test_draws_of_trees_by_rules_follow_the_target(index):
+  assert worst(draws(RULED[index], SAMPLINGS[index], seed=index), exact_of(index)) < 3
 
 
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())

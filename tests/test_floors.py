@@ -27,16 +27,20 @@ ORDER = {
     'ordering', 'cpu', 'tiling', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
-  'policy': ('__init__', 'trees', 'adaptive', 'kinds', 'costs', 'cost_store'),
+  'policy': (
+    '__init__', 'trees', 'tuned', 'adaptive', 'ddd', 'svip', 'sure_mass', 'gap', 'kinds', 'costs', 'cost_store',
+  ),
   'draft': (
-    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'drafter', 'tables',
-    'heads', 'export', 'kinds',
+    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'drafter', 'model',
+    'tables', 'heads', 'export', 'kinds',
   ),
   'decode': (
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',
     'batching', 'generate', '__init__',
   ),
-  'evaluate': ('__init__', 'example', 'features', 'guesses', 'answered', 'trace', 'calibration', 'random_pairs'),
+  'evaluate': (
+    '__init__', 'example', 'features', 'guesses', 'answered', 'trace', 'positions', 'calibration', 'random_pairs',
+  ),
   'viz': ('words', 'layout', 'picture', 'page', '__init__'),
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob('*.py') if path != PACKAGE / '__init__.py')

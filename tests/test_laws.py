@@ -14,11 +14,15 @@ from eagle_jax import sampling
 from eagle_jax.config import TargetConfig
 from eagle_jax.decode.request import MAX_TEMPERATURE, MIN_TOP_P
 from eagle_jax.decode.verify import verify, verify_parallel, verify_sequential
-from eagle_jax.draft.expand import Children, grow
+from eagle_jax.draft.expand import Children, entropies, grow
 from eagle_jax.kernels import cpu
 from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import Experts, SwiGLU, find_asked, route
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostModel, StepCosts, best_size, is_level_worth
+from eagle_jax.policy.ddd import DDD
+from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.sure_mass import SureMass
+from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import EAGLE1_PATHS, Chain, DynamicTree, Level, StaticTree
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
 from oracle import numpy_keep
@@ -28,6 +32,7 @@ pytestmark = pytest.mark.optimised
 SEEDS = range(20)
 POLICIES = (
   DynamicTree(), DynamicTree(3, 4, 3, 11), DynamicTree(1, 2, 4, 9), DynamicTree(4, 1, 3, 4), Chain(3), StaticTree(),
+  GapTree(3, 4, 3, 11), GapTree(2, 1, 3, 4),
   StaticTree([(0,), (1,), (1, 0)]), StaticTree([(3,), (1,), (3, 2), (1, 0), (1, 4), (1, 4, 1)]),
 )  # fmt: skip
 
@@ -115,7 +120,7 @@ def numpy_tree(policy, levels: list[Children], root: int):
     log_q_WC = np.asarray([nodes[n][2] for n in frontier], np.float32)[:, None] + log_p_WC
     frontier_log_q = np.asarray([nodes[n][2] for n in frontier], np.float32)
     seen = Level(level, jnp.asarray(frontier_log_q)[None], jnp.ones(1, bool), jnp.asarray(log_p_WC)[None])
-    score_WC = np.asarray(policy.score((), seen))[0]
+    score_WC = np.asarray(policy.score(policy.arrays(None, None, None), seen))[0]
     first = len(nodes)
     for slot, parent in enumerate(frontier):
       for c in range(log_q_WC.shape[1]):
@@ -239,6 +244,13 @@ def test_policy_descriptions_and_equality():
     (lambda: Adaptive(thresholds=1), 'thresholds.* 1'),
     (lambda: Adaptive(smaller=(1.7,)), r'smaller.*1.7'),
     (lambda: Adaptive(smaller=3), 'smaller.* 3'),
+    (lambda: DDD(smaller=(60,)), r'DDD: `smaller`.*num_nodes=60.*\(60,\)'),
+    (lambda: DDD(least_log_mass=-np.inf), 'DDD: `least_log_mass`.*-inf'),
+    (lambda: SVIP(scale='0.2'), "SVIP: `scale`.*'0.2'"),
+    (lambda: SVIP(scale=-0.2), 'SVIP: `scale`.*-0.2'),
+    (lambda: SureMass(scale=-1), 'SureMass: `scale`.*-1'),
+    (lambda: SureMass(least_mass=None), 'SureMass: `least_mass`.*None'),
+    (lambda: GapTree(steepness=np.nan), 'GapTree: `steepness`.*nan'),
     (lambda: StaticTree([]), r'`paths`.* got \(\)'),
     (lambda: StaticTree([()]), r'`paths`.* got \(\(\),\)'),
     (lambda: StaticTree([(0,), (0,)]), r'`paths`.* got \(\(0,\), \(0,\)\)'),
@@ -392,6 +404,21 @@ def test_adaptive_sizes_must_ascend(smaller):
   with pytest.raises(ValueError, match='smaller') as raised:
     Adaptive(3, 3, 3, 8, smaller=smaller)
   assert str(smaller) in str(raised.value)
+
+
+@pytest.mark.parametrize('fanout', [1, 4, 7])
+def test_entropies_of_what_is_offered_bound_those_of_all_tokens(fanout):
+  log_p_BWV = jax.nn.log_softmax(3 * jax.random.normal(jax.random.key(0), (2, 3, 7)))
+  log_p_BWV = log_p_BWV.at[0, 0].set(jnp.where(jnp.arange(7) > 0, -jnp.inf, 0.0)).at[1, 2].set(jnp.nan)
+  p_BWV = np.exp(np.asarray(log_p_BWV, np.float64))
+  exact_BW = -np.where(p_BWV > 0, p_BWV * np.log(np.maximum(p_BWV, 1e-30)), 0).sum(axis=2)
+  exact_BW[1, 2] = np.inf  # nothing is known there
+  bound_BW = entropies(Children(jnp.zeros((2, 3, fanout), int), jax.lax.top_k(log_p_BWV, fanout)[0]))
+  assert (np.asarray(bound_BW) <= exact_BW + 1e-5).all()
+  assert bound_BW[1, 2] == np.inf
+  if fanout == 7:
+    np.testing.assert_allclose(bound_BW, exact_BW, atol=1e-5)
+  assert entropies(Children(None, None, jnp.asarray([[1.5, jnp.nan]]))).tolist() == [[1.5, np.inf]]
 
 
 # Sampling.

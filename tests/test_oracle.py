@@ -15,6 +15,10 @@ from eagle_jax.decode import step as loop
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.verify import verify, verify_parallel
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostTables, StepCosts
+from eagle_jax.policy.ddd import DDD
+from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.sure_mass import SureMass
+from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sampling import Sampling, choose
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
@@ -70,6 +74,16 @@ class RandomTrees(oracle.OracleDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
+class Moody(oracle.OracleDrafter):
+  """Is surer of itself after some texts than after others, so that policies stop and cut here and there."""
+
+  def children(self, hash_BW, noise_VB, fanout: int):
+    children = super().children(hash_BW, noise_VB, fanout)
+    mood_BW = 0.2 + (oracle.mix(hash_BW) & 0xFF).astype(jnp.float32) / 128
+    return children._replace(log_p=children.log_p * mood_BW[..., None])
+
+
+@dataclasses.dataclass(frozen=True)
 class Forgetful(oracle.OracleDrafter):
   """Planted fault: misses the last token of every committed path that is longer than one."""
 
@@ -89,10 +103,16 @@ POLICIES = (
   DynamicTree(2, 4, 5, 11),
 )
 SMALL = DynamicTree(3, 3, 3, 8)
+RULED = (  # by rules with numbers
+  DDD(3, 3, 3, 8, smaller=(4,), least_log_mass=0.1),
+  SVIP(3, 3, 3, 8, smaller=(4,), scale=1.0, most_rejected=0.8),
+  SureMass(3, 3, 3, 8, scale=0.2, least_mass=0.8),
+  GapTree(3, 3, 3, 8),
+)
 
 
 def run(
-  policy, *, drafter=None, arrays=(), prompts=PROMPTS, row_ids=ROW_IDS, max_new_tokens=NUM_NEW, eos_ids=(),
+  policy, *, drafter=None, arrays=None, prompts=PROMPTS, row_ids=ROW_IDS, max_new_tokens=NUM_NEW, eos_ids=(),
   decode_loop=loop.decode_loop, **sampling,
 ):  # fmt: skip
   """Tokens and num_accepted, a list a row."""
@@ -161,6 +181,21 @@ def test_speculative_matches_plain_decoding(policy):
     check_counts(tokens, num_accepted)
     seen |= {count for row in num_accepted for count in row}
   assert seen == set(range(policy.max_depth + 1))
+
+
+@pytest.mark.parametrize('policy', RULED, ids=lambda p: p.describe())
+def test_trees_by_rules_match_plain_decoding(policy):
+  full = DynamicTree(*dataclasses.astuple(policy)[:4])
+  seen, num_drafted = set(), {policy: 0, full: 0}
+  for sampling in SAMPLINGS:
+    tokens, num_accepted = run(policy, drafter=Moody(VOCAB), **sampling)
+    assert tokens == plain(sampling)
+    check_counts(tokens, num_accepted)
+    seen |= {count for row in num_accepted for count in row}
+    num_drafted[policy] += sum(map(sum, num_accepted))
+    num_drafted[full] += sum(map(sum, run(full, drafter=Moody(VOCAB), **sampling)[1]))
+  assert seen == set(range(policy.max_depth + 1))
+  assert num_drafted[policy] != num_drafted[full]  # the rule did something
 
 
 def test_random_trees_match_plain_decoding():

@@ -140,7 +140,7 @@ def test_tree_is_the_references(k, max_depth, num_nodes, seed, temperature):
     count_B = jnp.asarray([count, count - 1])
     taps = Taps(jnp.asarray(feature_DBP, jnp.float32))
     if state is None:
-      state = start(params, jnp.asarray(token_BP), taps, count_B, num_slots=NUM_SLOTS + 512)
+      state = start(params, jnp.asarray(token_BP), taps, count_B, num_slots=NUM_SLOTS + 512, first_B=count_B)
     else:
       state = update(params, state, jnp.asarray(token_BP), taps, count_B)
     root_B = jnp.take_along_axis(jnp.asarray(token_BP), count_B[:, None] - 1, axis=1)[:, 0]

@@ -31,4 +31,5 @@ def no_noise(depth, token_UB):
 def context(policy, *, batch: int = 1, noise=no_noise) -> DraftContext:
   """Make the context of a drafter behind an empty text."""
   lookup = TextLookup(jnp.zeros((batch, 1), jnp.int32), jnp.zeros(batch, jnp.int32))
-  return DraftContext.of(policy, (), noise=noise, is_live_B=jnp.ones(batch, bool), lookup=lookup)
+  arrays = policy.arrays(None, None, None)
+  return DraftContext.of(policy, arrays, noise=noise, is_live_B=jnp.ones(batch, bool), lookup=lookup)

@@ -2,13 +2,14 @@
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eagle_jax.bench.comparison import Row
 from eagle_jax.files import replacing
 from eagle_jax.policy.costs import Costs, Timings, plain_tok_per_s
 
@@ -92,6 +93,41 @@ def plot_costs(costs: Timings, path: Path) -> None:
         axes.plot(*zip(*points, strict=True), **style, label=f'{label}, 8 bits' if is_quantised else label)
     axes.set_xscale('log', base=2)
     axes.legend()
+
+
+def plot_comparison(rows: Sequence[Row], folder: Path) -> list[Path]:
+  """Plot tau against nodes, and rates against tau, by drafter and kind of policy; temperatures above 0 are hollow.
+
+  Args:
+    rows: from `compare.compare`, and perhaps `compare.decode_best`.
+    folder: where the files are written.
+
+  Returns:
+    The paths of the files; none without matplotlib.
+  """
+  if not _has_matplotlib():
+    return []
+  drafting = [row for row in rows if row.kind != 'plain' and not row.measured]
+  paths = [_scatter(drafting, 'nodes', 'tau', folder / 'tau_against_nodes.png', is_log=True)]
+  if all(row.rate is not None for row in drafting):
+    paths.append(_scatter(drafting, 'tau', 'rate', folder / 'rate_against_tau.png'))
+  return paths
+
+
+def _scatter(rows: Sequence[Row], x: str, y: str, path: Path, *, is_log: bool = False) -> Path:
+  labels = {'nodes': 'nodes a target pass', 'tau': 'tau', 'rate': 'tokens/s, modelled'}
+  names = sorted({f'{row.series}, {row.kind}' for row in rows})
+  with _figure(path, labels[x], labels[y]) as axes:
+    for number, name in enumerate(names):
+      for is_sampled in (False, True):
+        own = [row for row in rows if f'{row.series}, {row.kind}' == name and (row.temperature > 0) == is_sampled]
+        points = [[getattr(row, field) for row in own] for field in (x, y)]
+        style: dict[str, Any] = {'fillstyle': 'none'} if is_sampled else {'label': name}
+        axes.plot(*points, ls='', marker='os^Dv'[number // 10 % 5], ms=4, color=f'C{number % 10}', **style)
+    if is_log:
+      axes.set_xscale('log', base=2)
+    axes.legend(fontsize='xx-small')
+  return path
 
 
 def _has_matplotlib() -> bool:

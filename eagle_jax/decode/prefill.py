@@ -144,7 +144,7 @@ def run_prefill(
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
     cache=fill(entries, length_B, num_slots=num_slots),
-    drafter=drafter.start(params.drafter, next_BL, taps, length_B, num_slots),
+    drafter=drafter.start(params.drafter, next_BL, taps, length_B, num_slots, tokens_BL[:, 0]),
     root=root_B,
     text=jnp.pad(tokens_BL, ((0, 0), (0, num_slots + 1 - num_prompt))).at[jnp.arange(batch), length_B].set(root_B),
     num_tokens=one_B,

@@ -43,7 +43,7 @@ class Observed(NamedTuple):
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')
 def traced_step(params: Params, state: DecodeState, *, spec: Spec) -> tuple[DecodeState, Observed]:
   """Run one `step`, and also return what it did. `spec.is_traced` is set; `state` is donated."""
-  after, tree_pass = step(params, state, spec=spec)
+  after, tree_pass, _ = step(params, state, spec=spec)
   verdict = tree_pass.verdict
   return after, Observed(
     is_live=~state.is_done,

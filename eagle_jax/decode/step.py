@@ -102,6 +102,7 @@ class Step(NamedTuple):
 
   state: DecodeState  # after the step
   tree_pass: TreePass
+  candidates: Candidates  # [B, A] fields, with the scores that `TreePolicy.select` gave them
 
 
 def step(params: Params, state: DecodeState, *, spec: Spec) -> Step:
@@ -127,7 +128,7 @@ def step(params: Params, state: DecodeState, *, spec: Spec) -> Step:
   after = commit(params, state, tree_pass.verdict, tree_pass.entries, tree_pass.taps, spec=spec)
   num_nodes = state.num_nodes + jnp.where(is_live_B, jnp.asarray(policy.sizes, jnp.int32)[size], 0)
   num_levels = state.num_levels + jnp.where(is_live_B, num_drafted(candidates, policy), 0)
-  return Step(after._replace(num_nodes=num_nodes, num_levels=num_levels).constrained(), tree_pass)
+  return Step(after._replace(num_nodes=num_nodes, num_levels=num_levels).constrained(), tree_pass, candidates)
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='state')

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.scipy.special import entr
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewEntries
@@ -68,7 +69,7 @@ class Drafted(NamedTuple):
 
   out: jax.Array  # [D, B, W], outputs at the level's nodes
   mask: jax.Array  # [B, W, M] bool, which drafted nodes they attend to
-  memory: tuple[jax.Array, jax.Array]  # [B, G, M, K], keys and values of those nodes
+  memory: Any  # arrays [B, G, M, K], keys and values of those nodes
   match: Any  # [B, W, S] i32, see `lookup.TextLookup`; None without lookup
 
 
@@ -123,16 +124,20 @@ class Eagle:
     attention = CachedAttention(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier, oldest_BT)
     return self.apply_layer(params, token_BT, feature_DBT, position_BT, attention)
 
-  def start(self, params, token_BL, taps, length_B, num_slots: int) -> EagleState:
+  def no_memory(self, shape: tuple[int, int, int, int]) -> Any:
+    """Make the memory of `forward` before anything is drafted, of unused entries."""
+    return (jnp.zeros(shape, self.dtype),) * 2
+
+  def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> EagleState:
     """Read the prompts from an empty cache; see `draft.interface.DraftNetwork.start`."""
     empty = kv_cache.init(self.config, num_layers=1, batch=len(length_B), num_slots=0, dtype=self.dtype)
     out_DBL, entries = self.apply_behind(params, empty, token_BL, taps)
-    return EagleState(kv_cache.fill(entries, length_B, num_slots=num_slots), _take_position(out_DBL, length_B - 1))
+    return EagleState(kv_cache.fill(entries, length_B, num_slots=num_slots), take_position(out_DBL, length_B - 1))
 
   def update(self, params, state: EagleState, token_BP, taps, count_B) -> EagleState:
     """Read what was committed behind the cache; see `draft.interface.DraftNetwork.update`."""
     out_DBP, entries = self.apply_behind(params, state.cache, token_BP, taps)
-    newest_BD = _take_position(out_DBP, jnp.maximum(count_B - 1, 0))
+    newest_BD = take_position(out_DBP, jnp.maximum(count_B - 1, 0))
     feature_BD = jnp.where(count_B[:, None] > 0, newest_BD, state.feature)
     # `append` must write only after everything has read the cache, so its count waits for the output.
     count_B = wait_for(count_B, ~jnp.isnan(newest_BD).any(axis=1))
@@ -153,7 +158,8 @@ class Eagle:
 
     def children(out_DBW, match_BWS, depth: Any, fanout: int) -> Children:
       evidence = None if lookup is None else lookup.find_next(match_BWS, params.get('lookup_weights', WEIGHTS))
-      return self.top_children(params, out_DBW, functools.partial(context.noise, depth + 1), fanout, evidence)
+      noise = functools.partial(context.noise, depth + 1)
+      return self.top_children(params, out_DBW, noise, fanout, evidence, has_entropy=policy.needs_entropy)
 
     def step(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
       # A node's feature is the output at its parent; it attends to whatever its parent did, and to itself.
@@ -180,11 +186,18 @@ class Eagle:
     out_DBW = jnp.repeat(feature_DB1, width, axis=2)
     match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, width, axis=1)
     mask_BWM = jnp.zeros((batch, width, num_earlier), bool)
-    memory = (jnp.zeros((batch, num_heads, num_earlier, head_dim), self.dtype),) * 2
+    memory = self.no_memory((batch, num_heads, num_earlier, head_dim))
     return grow(roots, step, Drafted(out_DBW, mask_BWM, memory, match_BWS), root_B, policy, context)
 
   def top_children(
-    self, params, out_DBW: jax.Array, noise: Callable, fanout: int, evidence: Evidence | None = None
+    self,
+    params,
+    out_DBW: jax.Array,
+    noise: Callable,
+    fanout: int,
+    evidence: Evidence | None = None,
+    *,
+    has_entropy: bool = False,
   ) -> Children:
     """Find the `fanout` likeliest next tokens after each node.
 
@@ -198,6 +211,7 @@ class Eagle:
       noise: [n, B] i32 ids -> [n, B] f32.
       fanout: C, static.
       evidence: the token that the text suggests, possibly outside the draft vocabulary; None for none.
+      has_entropy: whether to compute entropies, too.
     """
     shape_BW, ids_U = out_DBW.shape[1:], params['ids']
     batch, width = shape_BW
@@ -206,11 +220,13 @@ class Eagle:
     noise_UR = jnp.repeat(noise_UB, width, axis=1)
     logits_UR = apply_head(params['head'], out_DR) + noise_UR
     logits_nR = logits_UR if evidence is None else self.add_evidence(params, logits_UR, out_DR, noise, evidence)
-    log_p_RC, index_RC = top_k(jax.nn.log_softmax(logits_nR, axis=0).T, fanout)
+    log_p_nR = jax.nn.log_softmax(logits_nR, axis=0)
+    log_p_RC, index_RC = top_k(log_p_nR.T, fanout)
     token_RC = jnp.take(ids_U, index_RC, mode='clip')
     if evidence is not None:
       token_RC = jnp.where(index_RC < len(ids_U), token_RC, evidence.token.reshape(-1, 1))
-    return Children(token_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout))
+    entropy_BW = entr(jnp.exp(log_p_nR)).sum(axis=0).reshape(shape_BW) if has_entropy else None
+    return Children(token_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout), entropy_BW)
 
   def add_evidence(self, params, logits_UR, out_DR, noise: Callable, evidence: Evidence) -> jax.Array:
     """Raise the logits [U, R] of the suggested tokens; with a draft vocabulary, append one logit: [U + 1, R].
@@ -228,6 +244,6 @@ class Eagle:
     return jnp.concatenate([logits_UR, jnp.where(is_new_R, logit_R, -jnp.inf)[None]])
 
 
-def _take_position(out_DBP: jax.Array, index_B: jax.Array) -> jax.Array:
+def take_position(out_DBP: jax.Array, index_B: jax.Array) -> jax.Array:
   """Take the outputs at one position of each sequence: [B, D]."""
   return jnp.take_along_axis(out_DBP, index_B[None, :, None], axis=2, mode='clip')[..., 0].T

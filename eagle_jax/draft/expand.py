@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.special import entr
 
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.kernels.scan import scan
-from eagle_jax.policy.trees import TreePolicy, level_starts
+from eagle_jax.policy.trees import Level, TreePolicy, level_starts
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
 
@@ -24,6 +25,7 @@ class Children(NamedTuple):
 
   token: jax.Array  # [B, W, C] i32, target ids
   log_p: jax.Array  # [B, W, C] f32, the drafter's log-probability given the path, nats
+  entropy: Any = None  # [B, W] f32, of the distribution over all tokens, nats; None: see `entropies`
 
 
 class Frontier(NamedTuple):
@@ -33,6 +35,7 @@ class Frontier(NamedTuple):
   log_q: jax.Array  # [W] f32, log-probability of the path; -inf where unused
   candidate: jax.Array  # [W] i32, candidate numbers
   parent_slot: jax.Array  # [W] i32, the parent's slot in the previous frontier
+  entropy: Any = None  # [W] f32, of the distribution that each was drawn from; None unless the policy needs it
 
 
 class Shape(NamedTuple):
@@ -54,6 +57,16 @@ def first_width(policy: TreePolicy) -> int:
   return (*policy.widths, 1)[1]
 
 
+def entropies(children: Children) -> jax.Array:
+  """Take the drafter's entropies, [B, W], or bound them from below: all tokens that are not offered count as one."""
+  entropy_BW = children.entropy
+  if entropy_BW is None:
+    p_BWC = jnp.exp(children.log_p)
+    rest_BW = jnp.maximum(1 - p_BWC.sum(axis=2), 0)
+    entropy_BW = entr(p_BWC).sum(axis=2) + entr(rest_BW)
+  return jnp.where(jnp.isnan(entropy_BW), jnp.inf, entropy_BW)
+
+
 def expand(
   frontier: Frontier, children: Children, score_WC: jax.Array, first: jax.Array, *, width: int
 ) -> tuple[Candidates, Frontier]:
@@ -61,7 +74,7 @@ def expand(
 
   Args:
     frontier: of one sequence.
-    children: of the frontier's nodes, [W, C] fields.
+    children: of the frontier's nodes, [W, C] fields; entropies [W], or None if the policy needs none.
     score_WC: [W, C] f32, ranks the children; -inf: not offered.
     first: [] i32, number of the level's first candidate; child c of slot w is candidate first + w * C + c.
     width: size of the next frontier, static.
@@ -74,9 +87,11 @@ def expand(
   score_n = jnp.where(is_used_WC, score_WC, -jnp.inf).reshape(-1)
   token_n = jnp.where(is_used_WC, children.token, NO_TOKEN).reshape(-1)
   parent_n = jnp.repeat(frontier.candidate, fanout)
-  level = Candidates(token_n, parent_n, log_q_WC.reshape(-1), score_n)
+  entropy_n = None if children.entropy is None else jnp.repeat(children.entropy, fanout)
+  level = Candidates(token_n, parent_n, log_q_WC.reshape(-1), score_n, entropy_n)
   _, best_W = jax.lax.top_k(score_n, width)
-  return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, best_W // fanout)
+  entropy_W = None if entropy_n is None else entropy_n[best_W]
+  return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, best_W // fanout, entropy_W)
 
 
 def grow(
@@ -105,23 +120,26 @@ def grow(
   ) -> tuple[Candidates, Frontier]:
     # A NaN would break the order of scores that makes rerank's choice a tree.
     log_p_BWC = jnp.where(jnp.isnan(children.log_p), -jnp.inf, children.log_p)
-    score_BWC = context.score(depth, frontier.log_q, log_p_BWC)
-    run = functools.partial(expand, width=width)
     children = children._replace(log_p=log_p_BWC)
+    children = children._replace(entropy=entropies(children) if policy.needs_entropy else None)
+    seen = Level(depth, frontier.log_q, None, log_p_BWC, frontier.entropy, children.entropy)
+    score_BWC = context.score(seen)
+    run = functools.partial(expand, width=width)
     return jax.vmap(run, (0, 0, 0, None))(frontier, children, score_BWC, jnp.asarray(first_d)[depth])
 
   def level(grown: tuple[Any, Frontier], depth: jax.Array, *, shape: Shape) -> tuple[tuple[Any, Frontier], Candidates]:
     run = functools.partial(step, depth=depth, fanout=shape.fanout)
-    keep_going = context.keep_going(depth, grown[1].log_q)
+    keep_going = context.keep_going(Level(depth, grown[1].log_q, entropy=grown[1].entropy))
     children, carry = run(*grown) if keep_going is None else _run_if(keep_going, run, *grown)
     candidates, frontier = expand_batch(grown[1], children, depth, shape.next_width)
     return (carry, frontier), candidates
 
   zero_B1 = jnp.zeros((root_B.shape[0], 1), jnp.int32)
   log_q_B1 = jnp.zeros(zero_B1.shape, jnp.float32)
-  root = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1)
+  entropy_B1 = log_q_B1 if policy.needs_entropy else None
+  root = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1, entropy_B1)
   of_root, frontier = expand_batch(root, roots, 0, first_width(policy))
-  levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1), of_root]
+  levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1, entropy_B1), of_root]
   grown = carry, frontier
   for shape, depths in itertools.groupby(range(1, policy.max_depth), functools.partial(Shape.of, policy)):
     grown, of_levels = scan(functools.partial(level, shape=shape), grown, jnp.asarray([*depths], jnp.int32))

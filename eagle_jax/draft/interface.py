@@ -16,10 +16,8 @@ class DraftContext(NamedTuple):
   # (depth, [U, B] i32 target ids) -> [U, B] f32: the noise that the target adds to the logits of these ids when it
   # draws the token of each sequence `depth` edges below the root.
   noise: Callable[[int | jax.Array, jax.Array], jax.Array]
-  # (depth of a frontier, its log_q [B, W], its children's log_p [B, W, C]) -> [B, W, C] f32: scores of the children.
-  score: Callable[[int | jax.Array, jax.Array, jax.Array], jax.Array]
-  # (depth of a frontier, its log_q [B, W]) -> [] bool, whether to draft its children; None if the policy always does.
-  keep_going: Callable[[int | jax.Array, jax.Array], jax.Array | None]
+  score: Callable[[Level], jax.Array]  # a frontier with its children -> [B, W, C] f32: scores of the children
+  keep_going: Callable[[Level], jax.Array | None]  # a frontier -> [] bool, whether to draft children; None for always
   lookup: TextLookup  # the text so far
 
   @classmethod
@@ -28,11 +26,11 @@ class DraftContext(NamedTuple):
   ) -> 'DraftContext':
     """Bind a policy's rules to its arrays, which a drafter never sees."""
 
-    def score(depth, log_q_BW, log_p_BWC):
-      return policy.score(arrays, Level(depth, log_q_BW, is_live_B, log_p_BWC))
+    def score(level):
+      return policy.score(arrays, level._replace(is_live=is_live_B))
 
-    def keep_going(depth, log_q_BW):
-      return policy.keep_going(arrays, Level(depth, log_q_BW, is_live_B))
+    def keep_going(level):
+      return policy.keep_going(arrays, level._replace(is_live=is_live_B))
 
     return cls(noise, score, keep_going, lookup)
 
@@ -40,7 +38,9 @@ class DraftContext(NamedTuple):
 class DraftNetwork(Protocol):
   """A drafter's network as pure functions over its parameters; static and hashable."""
 
-  def start(self, params, token_BL: jax.Array, taps: Any, length_B: jax.Array, num_slots: int) -> Any:
+  def start(
+    self, params, token_BL: jax.Array, taps: Any, length_B: jax.Array, num_slots: int, first_B: jax.Array
+  ) -> Any:
     """Read the prompts, and return the first state, a pytree of arrays [B, ...].
 
     Args:
@@ -49,6 +49,7 @@ class DraftNetwork(Protocol):
       taps: the activations that the target's pass exposes at these positions, arrays [..., B, L].
       length_B: [B] i32, how many of the L positions are valid, at least 1.
       num_slots: static, the number of cache slots that the state must have.
+      first_B: [B] i32, the first token of each prompt, which comes after no position.
     """
     ...
 

@@ -49,7 +49,7 @@ class Ngram:
   config: NgramConfig
   dtype: Any = jnp.float32
 
-  def start(self, params, token_BL, taps, length_B, num_slots: int) -> Any:
+  def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> Any:
     return ()
 
   def update(self, params, state, token_BP, taps, count_B) -> Any:

@@ -14,7 +14,7 @@ from eagle_jax.tree import Candidates, root_only
 class NoDrafter:
   """A `draft.interface.DraftNetwork` that drafts nothing and has no state."""
 
-  def start(self, params, token_BL, taps, length_B, num_slots: int) -> Any:
+  def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> Any:
     return ()
 
   def update(self, params, state, token_BP, taps, count_B) -> Any:

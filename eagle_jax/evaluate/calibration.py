@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.draft.drafter import Drafter
@@ -57,11 +58,13 @@ class AnswerTokens(NamedTuple):
   seed: int = 0
 
 
-def make_examples(target: Target, drafter: Drafter, answers: Sequence[AnswerTokens]) -> list[Example]:
-  """Make examples for `trace` of answers, with what the drafter reads of one target pass over each."""
+def make_examples(
+  target: Target, drafter: Drafter, answers: Sequence[AnswerTokens], *, dtype: Any = jnp.bfloat16
+) -> list[Example]:
+  """Make examples for `trace` of answers, with what the drafter reads, in `dtype`, of one target pass over each."""
   texts = [np.asarray([*one.prompt, *one.answer], np.int32) for one in answers]
   taps = drafter.config.tapped_layers(target.config.num_layers)
-  computed = features(target, [text[:-1].tolist() for text in texts], taps)
+  computed = features(target, [text[:-1].tolist() for text in texts], taps, dtype=dtype)
   return [
     Example(one.id, text, np.arange(len(text)) >= len(one.prompt), feature, one.temperature, one.seed)
     for one, text, feature in zip(answers, texts, computed, strict=True)

@@ -11,7 +11,7 @@ class Example(NamedTuple):
   id: int  # keys the noise of its answers, with `seed`
   token: np.ndarray  # [n + 1] i32
   is_answer: np.ndarray  # [n + 1] bool, tokens that the assistant generated, EOS included
-  # [n, D] bf16, last hidden state after the final norm; [n, 0] if features are not stored. With k tapped layers
+  # [n, D], last hidden state after the final norm, bf16 if stored; [n, 0] if it is not. With k tapped layers
   # [n, (1 + k) D]: their inputs follow.
   feature: np.ndarray
   temperature: float = 0.0  # at which its answers were sampled

@@ -16,15 +16,18 @@ from eagle_jax.sharding import batch_axis_size, mesh_of, to_host, use_mesh
 _TOKENS_PER_PASS = 4096  # over whole conversations, padding included: bounds the memory of the attention scores
 
 
-def features(target: Target, texts: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> list[np.ndarray]:
+def features(
+  target: Target, texts: Sequence[Sequence[int]], taps: Sequence[int] = (), *, dtype: Any = jnp.bfloat16
+) -> list[np.ndarray]:
   """Compute the features of each text of n tokens, in passes over texts of about the same length.
 
   Args:
     target, texts: whose features.
     taps: layers whose inputs are kept too, k of them.
+    dtype: of the features.
 
   Returns:
-    [n, (1 + k) D] bf16 for each text; see `evaluate.example`.
+    [n, (1 + k) D] of `dtype` for each text; see `evaluate.example`.
   """
   network = dataclasses.replace(target.network, tapped_layers=tuple(taps))
   unit = batch_axis_size(mesh_of(target.params))  # every device has as many texts as the others
@@ -37,15 +40,15 @@ def features(target: Target, texts: Sequence[Sequence[int]], taps: Sequence[int]
       chosen = alike[start : start + batch]
       token_BL, _ = pad_prompts([texts[i] for i in chosen] + [[0]] * (batch - len(chosen)), size)
       with use_mesh(mesh_of(target.params)):
-        feature_BLD = to_host(_whole_pass(target.params, token_BL, network=network))
+        feature_BLD = to_host(_whole_pass(target.params, token_BL, network=network, dtype=dtype))
       found |= {i: feature_LD[: len(texts[i])] for i, feature_LD in zip(chosen, feature_BLD, strict=False)}
   return [found[index] for index in range(len(texts))]
 
 
-@functools.partial(jax.jit, static_argnames='network')
-def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget) -> jax.Array:
-  """Compute features [B, L, (1 + k) D] bf16 in one pass over whole texts."""
-  return join_taps(network.read(params, token_BL)).transpose(1, 2, 0).astype(jnp.bfloat16)
+@functools.partial(jax.jit, static_argnames=('network', 'dtype'))
+def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget, dtype: Any) -> jax.Array:
+  """Compute features [B, L, (1 + k) D] in one pass over whole texts."""
+  return join_taps(network.read(params, token_BL)).transpose(1, 2, 0).astype(dtype)
 
 
 def join_taps(taps: Taps) -> jax.Array:

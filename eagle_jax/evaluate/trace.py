@@ -167,7 +167,7 @@ def trace(
     ValueError: there is no example, one has no answer after a prompt, or drafter or policy do not fit; see `build`.
   """
   num_accepted: list[list[int]] = [[] for _ in examples]
-  for batch in _batches(target, drafter, examples, policy=policy, num_rows=num_rows):
+  for batch in replay_batches(target, drafter, examples, policy=policy, num_rows=num_rows):
     _, _, num_accepted_BN = result(decode_loop(batch.params, batch.state, spec=batch.spec))
     for number, row in zip(batch.numbers, to_host(num_accepted_BN), strict=False):
       num_accepted[number] = row[row >= 0].tolist()
@@ -196,12 +196,12 @@ def observe(
     ValueError: as `trace`, or nothing was drafted, since every answer has one token.
   """
   found: list[Nodes] = []
-  for batch in _batches(target, drafter, examples, policy=policy, num_rows=num_rows):
+  for batch in replay_batches(target, drafter, examples, policy=policy, num_rows=num_rows):
     state = batch.state
     num_new_B = np.asarray([first_answer(examples[number]).num_new for number in batch.numbers])
     while not bool(state.is_done.all()):
       num_tokens_B = to_host(state.num_tokens)
-      state, tree_pass = _jitted_step(batch.params, state, spec=batch.spec)
+      state, tree_pass, _ = _jitted_step(batch.params, state, spec=batch.spec)
       tree, path_BP = to_host((tree_pass.tree, tree_pass.verdict.path))
       for b, num_left in enumerate(num_new_B - num_tokens_B[: len(num_new_B)]):
         if num_left > 0:
@@ -262,7 +262,7 @@ def require_recorded(target: Target, drafter: Drafter, examples: Sequence[Exampl
     )
 
 
-class _Batch(NamedTuple):
+class ReplayBatch(NamedTuple):
   """Examples to be decoded together."""
 
   numbers: list[int]  # of the examples, by row; further rows are idle
@@ -271,9 +271,10 @@ class _Batch(NamedTuple):
   spec: Spec
 
 
-def _batches(
+def replay_batches(
   target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int
-) -> Iterator[_Batch]:
+) -> Iterator[ReplayBatch]:
+  """Prefill recorded answers, `num_rows` at a time, the shortest first. Args and errors: as `trace`."""
   if not examples:
     raise ValueError('`examples` must hold at least one example, got none.')
   params, spec = build(target, drafter, policy=policy)
@@ -285,7 +286,7 @@ def _batches(
   for start in range(0, len(order), num_rows):
     numbers = order[start : start + num_rows]
     chosen = [answers[number] for number in numbers]
-    yield _Batch(
+    yield ReplayBatch(
       numbers, *_begin(params, spec, chosen, num_rows=num_rows, max_prompt=max_prompt, max_new=max_new), spec
     )
 

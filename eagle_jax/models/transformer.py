@@ -56,12 +56,16 @@ class Taps(NamedTuple):
   residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, or of the final norm, no norm
 
 
-def _windowed(window: int | None, position_BT, mask_BTT) -> tuple[jax.Array | None, jax.Array]:
-  """Return the oldest slot that each token sees, None for slot 0, and which of the T tokens: slots are positions."""
+def _windowed(window: int | None, position_BT, mask_BTM) -> tuple[jax.Array | None, jax.Array]:
+  """Return the oldest slot that each token sees, None for slot 0, and which new ones: slots are positions."""
   if window is None:
-    return None, mask_BTT
+    return None, mask_BTM
   oldest_BT = position_BT - (window - 1)
-  return oldest_BT, mask_BTT & (position_BT[:, None] >= oldest_BT[..., None])
+  if mask_BTM.shape[1] == mask_BTM.shape[2]:
+    return oldest_BT, mask_BTM & (position_BT[:, None] >= oldest_BT[..., None])
+  # A token sees one new entry a position, in order: as many as it sees from one on, so many positions back that is.
+  back_BTM = jnp.cumsum(mask_BTM[..., ::-1], axis=-1)[..., ::-1]
+  return oldest_BT, mask_BTM & (back_BTM <= window)
 
 
 class Transformer(nn.Module):
@@ -81,16 +85,19 @@ class Transformer(nn.Module):
     if not c.tied_head:
       self.head = Embedding(c.vocab_size, c.width, self.dtype)
 
-  def forward(self, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewEntries]:
-    """Run T tokens, which attend to the committed ones, and among themselves by the mask. The cache is only read.
+  def forward(
+    self, token_BT, position_BT, mask_BTM, cache: KVCache, earlier: NewEntries | None = None
+  ) -> tuple[Taps, NewEntries]:
+    """Run T tokens, which attend to the committed ones, and to new ones by the mask. The cache is only read.
 
     Args:
       token_BT, position_BT: [B, T] i32.
-      mask_BTT: [B, T, T] bool, [i, j] is True where token i sees token j.
+      mask_BTM: [B, T, M] bool, [i, j] is True where token i sees new token j: those of `earlier`, then these T.
       cache: of the committed tokens.
+      earlier: entries of passes that were not committed; None where M is T.
 
     Returns:
-      Activations for drafters, and the new entries: `cache.append` takes those that are accepted.
+      Activations for drafters, and the M new entries: `cache.append` takes those that are accepted.
     """
     c = self.config
     x_DR = self.embed(token_BT.reshape(-1))
@@ -99,12 +106,14 @@ class Transformer(nn.Module):
     kinds = [c.layer(index) for index in range(c.num_layers)]
     rotations = {kind: Rotation.of(kind, position_BT) for kind in dict.fromkeys(kinds)}
     views = {
-      window: _windowed(window, position_BT, mask_BTT) for window in dict.fromkeys(kind.window for kind in kinds)
+      window: _windowed(window, position_BT, mask_BTM) for window in dict.fromkeys(kind.window for kind in kinds)
     }
     layers, inputs = [], []
-    for layer, kind, keys_BGSK, values_BGSK in zip(self.layer, kinds, cache.keys, cache.values, strict=True):
-      oldest_BT, mask_of_layer_BTT = views[kind.window]
-      attention = CachedAttention(keys_BGSK, values_BGSK, cache.length, mask_of_layer_BTT, oldest=oldest_BT)
+    before: Any = [None] * len(kinds) if earlier is None else zip(*earlier, strict=True)
+    of_layers = zip(self.layer, kinds, cache.keys, cache.values, before, strict=True)
+    for layer, kind, keys_BGSK, values_BGSK, own in of_layers:
+      oldest_BT, mask_of_layer_BTM = views[kind.window]
+      attention = CachedAttention(keys_BGSK, values_BGSK, cache.length, mask_of_layer_BTM, own, oldest_BT)
       inputs.append(x_DR)
       x_DR, kv_BGTK = layer(x_DR, rotations[kind], attention)
       layers.append(kv_BGTK)
@@ -158,8 +167,10 @@ class TransformerTarget:
     token_BL = jnp.zeros((1, 1), jnp.int32)
     return Transformer(self.config, self.dtype).init(key, token_BL, method='score')['params']
 
-  def forward(self, params, token_BT, position_BT, mask_BTT, cache: KVCache) -> tuple[Taps, NewEntries]:
-    return self._apply(params, token_BT, position_BT, mask_BTT, cache, method='forward')
+  def forward(
+    self, params, token_BT, position_BT, mask_BTM, cache: KVCache, earlier: NewEntries | None = None
+  ) -> tuple[Taps, NewEntries]:
+    return self._apply(params, token_BT, position_BT, mask_BTM, cache, earlier, method='forward')
 
   def read(self, params, token_BL) -> Taps:
     return self._apply(params, token_BL, method='read')

@@ -11,13 +11,13 @@ by hand, one for levels and one for nodes: `Adaptive.thresholds`.
 
 import dataclasses
 import math
-import operator
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.policy.trees import DynamicTree, Level
+from eagle_jax.policy.trees import Level
+from eagle_jax.policy.tuned import TunedTree
 from eagle_jax.tree import Candidates
 
 
@@ -103,12 +103,11 @@ def is_level_worth(model: CostModel, level: Level) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(DynamicTree):
+class Adaptive(TunedTree):
   """A dynamic tree that decides at every step, by measured cost, how deep to draft and how many nodes to verify.
 
   Attributes:
-    smaller: tree sizes that a target pass may verify instead of `num_nodes`, root included, ascending; 1 verifies no
-      draft.
+    smaller: as in `TunedTree`.
     thresholds: tokens that a plain step's time must bring when spent on levels, and when spent on nodes; None for the
       speedup of the fastest measured policy, which is best on average. Changing them does not recompile.
 
@@ -119,14 +118,11 @@ class Adaptive(DynamicTree):
 
   smaller: tuple[int, ...] = (1,)
   thresholds: tuple[float, float] | None = None
+  name: ClassVar[str] = 'adaptive'
   needs_costs: ClassVar[bool] = True
 
   def __post_init__(self):
     super().__post_init__()
-    try:
-      object.__setattr__(self, 'smaller', tuple(map(operator.index, self.smaller)))
-    except TypeError:
-      raise ValueError(f'Adaptive: `smaller` must be a list of integers, got {self.smaller!r}.') from None
     if self.thresholds is not None:
       try:
         object.__setattr__(self, 'thresholds', tuple(map(float, self.thresholds)))
@@ -134,15 +130,6 @@ class Adaptive(DynamicTree):
         raise ValueError(f'Adaptive: `thresholds` must be two numbers, got {self.thresholds!r}.') from None
       if len(self.thresholds) != 2 or not all(0 <= tokens < math.inf for tokens in self.thresholds):
         raise ValueError(f'Adaptive: `thresholds` must be two finite numbers >= 0, got {self.thresholds}.')
-    if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-      raise ValueError(
-        f'Adaptive: `smaller` must be ascending sizes of at least 1 and below num_nodes={self.num_nodes}, '
-        f'got {self.smaller}.'
-      )
-
-  @property
-  def sizes(self) -> tuple[int, ...]:
-    return (*self.smaller, self.num_nodes)
 
   def static(self) -> 'Adaptive':
     return dataclasses.replace(self, thresholds=None)
@@ -163,6 +150,3 @@ class Adaptive(DynamicTree):
 
   def select(self, arrays: CostModel, candidates: Candidates, is_live_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     return best_size(arrays, candidates.log_q, is_live_B, sizes=self.sizes), candidates.score
-
-  def describe(self) -> str:
-    return super().describe().replace('dynamic', 'adaptive')

@@ -3,6 +3,10 @@
 from typing import Any
 
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.ddd import DDD
+from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.sure_mass import SureMass
+from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree, TreePolicy
 
 KINDS: dict[str, Any] = {
@@ -11,6 +15,10 @@ KINDS: dict[str, Any] = {
   'static': StaticTree,
   'dynamic': DynamicTree,
   'adaptive': Adaptive,
+  'ddd': DDD,
+  'svip': SVIP,
+  'sure_mass': SureMass,
+  'gap': GapTree,
 }
 
 

@@ -33,8 +33,12 @@ class Level(NamedTuple):
 
   depth: int | jax.Array  # [] i32, edges from the root to the frontier
   log_q: jax.Array  # [B, W] f32, log-probability of each frontier node's path, nats; -inf where unused
-  is_live: jax.Array  # [B] bool, sequences that are not done
+  is_live: Any = None  # [B] bool, sequences that are not done; drafters leave it to `draft.interface.DraftContext`
   log_p: Any = None  # [B, W, C] f32, log-probability of each child given its parent's path; None before drafting
+  # [B, W] f32, nats: entropy of the distribution that each frontier node was drawn from, and of that of its children
+  # (None before drafting). None unless the policy `needs_entropy`.
+  entropy: Any = None
+  child_entropy: Any = None
 
 
 class TreePolicy:
@@ -46,6 +50,7 @@ class TreePolicy:
   """
 
   needs_costs: ClassVar[bool] = False  # whether `arrays` needs measured costs
+  needs_entropy: ClassVar[bool] = False  # whether a rule reads entropies, which cost drafters a pass over their logits
   lookup: Any = False  # whether earlier matches of the text raise the drafter's logits; see `draft.lookup`
 
   @property
@@ -178,6 +183,8 @@ class DynamicTree(TreePolicy):
     (1, 4, 4, 4, 4)
   """
 
+  name: ClassVar[str] = 'dynamic'  # in descriptions
+
   width: int = 10
   fanout: int = 10
   max_depth: int = 6
@@ -206,8 +213,8 @@ class DynamicTree(TreePolicy):
 
   def describe(self) -> str:
     values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    said = (f'{name}={value}' for name, value in values.items() if value is not None and value is not False)
-    return f'dynamic({", ".join(said)})'
+    said = (f'{name}={value}' for name, value in values.items() if value not in (None, ()) and value is not False)
+    return f'{self.name}({", ".join(said)})'
 
 
 @dataclasses.dataclass(frozen=True)

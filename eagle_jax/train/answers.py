@@ -41,7 +41,7 @@ class Recorder(NoDrafter):
 
   is_on: bool
 
-  def start(self, params, token_BL, taps, length_B, num_slots: int) -> Recording:
+  def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> Recording:
     return Recording(pad_slots(self._features(taps), num_slots), length_B)
 
   def update(self, params, state: Recording, token_BP, taps, count_B) -> Recording:

@@ -160,7 +160,7 @@ def our_outputs(target, drafter, token, taps, drafted):
   params, spec = decode.build(target, drafter, policy=DynamicTree(2, 2, 2, 4))
   network, params = spec.drafter, params.drafter
   token_1L, length_1 = jnp.asarray(token)[None], jnp.asarray([len(token)])
-  state = network.start(params, token_1L, taps, length_1, num_slots=32)
+  state = network.start(params, token_1L, taps, length_1, num_slots=32, first_B=length_1)
   empty = kv_cache.init(drafter.config, num_layers=1, batch=1, num_slots=0, dtype=jnp.float32)
   prefix_DBL, _ = network.apply_behind(params, empty, token_1L, taps)
   outputs, earlier, feature = [prefix_DBL], None, state.feature.T[..., None]

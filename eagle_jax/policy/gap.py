@@ -1,0 +1,34 @@
+"""Fewer siblings where the drafter is sure of the best one: the rule of JetSpec's tree (arXiv:2606.18394)."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.policy.trees import Level
+from eagle_jax.policy.tuned import TunedTree
+
+
+@dataclasses.dataclass(frozen=True)
+class GapTree(TunedTree):
+  """A dynamic tree whose nodes offer fewer children, the further the likeliest is ahead of the next.
+
+  A node offers round(fanout * sigmoid(-steepness * (g - 1))) children, at least one, where g is the difference of its
+  two best log-probabilities, in nats. JetSpec, whose siblings share their children, has one g for each depth.
+
+  Attributes:
+    steepness: 0 offers half the children everywhere. Changing it does not recompile.
+  """
+
+  steepness: float = 1.0
+  name: ClassVar[str] = 'gap'
+  tunable: ClassVar[tuple[str, ...]] = ('steepness',)
+
+  def score(self, arrays: Any, level: Level) -> jax.Array:
+    fanout = level.log_p.shape[2]
+    best_BWC = level.log_p[..., :2]
+    gap_BW1 = best_BWC[..., :1] - best_BWC[..., 1:] if fanout > 1 else jnp.zeros_like(best_BWC)
+    num_BW1 = jnp.maximum(jnp.round(fanout * jax.nn.sigmoid(-arrays['steepness'] * (gap_BW1 - 1))), 1)
+    is_offered_BWC = jnp.arange(fanout, dtype=jnp.float32).reshape(1, 1, -1) < num_BW1
+    return jnp.where(is_offered_BWC, super().score(arrays, level), -jnp.inf)

@@ -1,0 +1,53 @@
+"""SVIP (Zhang et al., arXiv:2411.18462): draft on while the drafter is sure of itself.
+
+A drafted token is accepted with probability 1 - TV(p, q) >= 1 - sqrt(KL(q; p) / 2), and the divergence is taken to be
+in proportion to the entropy H of q. So sqrt(c H) bounds the probability that the token is rejected.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.policy.trees import Level
+from eagle_jax.policy.tuned import TunedTree
+
+
+@dataclasses.dataclass(frozen=True)
+class SVIP(TunedTree):
+  """A dynamic tree that stops where every node of a frontier comes from a distribution of high entropy.
+
+  With `width=1, fanout=1` this is the paper's rule for chains. Its tree is ours, since none was published.
+
+  Attributes:
+    scale: c above, 1 / nats.
+    most_rejected: the bound sqrt(c H) above which a node's children are not worth drafting; one node below it is
+      enough. Changing either does not recompile.
+  """
+
+  max_depth: int = 10
+  scale: float = 0.15
+  most_rejected: float = 0.3
+  name: ClassVar[str] = 'svip'
+  tunable: ClassVar[tuple[str, ...]] = 'scale', 'most_rejected'
+  needs_entropy: ClassVar[bool] = True
+
+  def __post_init__(self):
+    super().__post_init__()
+    require_scale(self)
+
+  def keep_going(self, arrays: Any, level: Level) -> jax.Array:
+    is_used_BW = level.is_live[:, None] & (level.log_q > -jnp.inf)
+    return (is_used_BW & (rejection(arrays, level) <= arrays['most_rejected'])).any()
+
+
+def require_scale(policy: Any) -> None:
+  """Raise a ValueError if the policy's `scale` has no square root."""
+  if policy.scale < 0:
+    raise ValueError(f'{type(policy).__name__}: `scale` must be at least 0, got {policy.scale}.')
+
+
+def rejection(arrays: Any, level: Level) -> jax.Array:
+  """Bound the probability that each frontier node is rejected, by the entropy that it was drawn from: [B, W] f32."""
+  return jnp.sqrt(arrays['scale'] * level.entropy)

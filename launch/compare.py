@@ -1,0 +1,50 @@
+"""Compare drafters and tree policies of a pair at equal nodes and at equal cost, along the target's own answers.
+
+python launch/compare.py --tasks=mt_bench,gsm8k --num_questions=4 --max_new_tokens=64
+
+Every policy is replayed from trees that the drafter grows once at each place of the answers, so tau does not depend on
+the load of the machine. Rates are modelled from what launch/cost.py measured. The four tasks take about half an hour on
+two cores.
+"""
+
+import json
+from pathlib import Path
+
+import common
+import entry
+from absl import flags
+from tqdm import tqdm
+
+from eagle_jax.bench import compare, questions
+from eagle_jax.bench.comparison import table
+from eagle_jax.bench.plots import plot_comparison
+from eagle_jax.hub import load_drafter
+
+FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(common)
+flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder with TASK.jsonl files.')
+flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
+flags.DEFINE_integer('num_questions', 4, 'Maximum number of questions of each task.', lower_bound=1)
+flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of tokens of an answer.', lower_bound=2)
+flags.DEFINE_multi_float('temperature', [0.0, 1.0], 'Temperature of the answers; may be repeated.', lower_bound=0.0)
+flags.DEFINE_multi_integer('num_nodes', [*compare.NUM_NODES], 'Tree size to compare; may be repeated.', lower_bound=2)
+flags.DEFINE_bool('ngram', True, 'Also compare the drafter without weights, which copies from the text.')
+flags.DEFINE_integer('num_decoded', 0, 'Number of best policies to decode with at each temperature.', lower_bound=0)
+flags.DEFINE_string('out', 'runs/compare', 'Folder for plots.')
+flags.DEFINE_bool('json', False, 'Print only JSON to standard output.')
+
+
+def main(_):
+  asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
+  target, drafter = common.pair()
+  drafters = [drafter, load_drafter('ngram', target)] if FLAGS.ngram and FLAGS.drafter != 'ngram' else [drafter]
+  how = {'max_new_tokens': FLAGS.max_new_tokens, 'progress': tqdm}
+  rows = compare.compare(target, drafters, asked, FLAGS.temperature, num_nodes=FLAGS.num_nodes, **how)
+  if FLAGS.num_decoded:
+    rows += compare.decode_best(target, drafters, asked, rows, num_best=FLAGS.num_decoded, **how)
+  plot_comparison(rows, Path(FLAGS.out).expanduser())
+  print(json.dumps({'rows': [row.to_json() for row in rows]}) if FLAGS.json else table(rows))
+
+
+if __name__ == '__main__':
+  entry.run(main)

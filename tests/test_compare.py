@@ -1,0 +1,215 @@
+"""Policies replayed from whole trees: the passes of real decoding to the token; rows, rates and tables by hand."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import eagle_jax
+import tiny_twin
+from eagle_jax import decode
+from eagle_jax.bench import compare
+from eagle_jax.bench.comparison import Row, dynamic_tau, table
+from eagle_jax.bench.plots import plot_comparison
+from eagle_jax.bench.questions import Question
+from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
+from eagle_jax.evaluate.positions import Replayed, find_path, grow_everywhere, replay
+from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.ddd import DDD
+from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.sure_mass import SureMass
+from eagle_jax.policy.svip import SVIP
+from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
+from eagle_jax.tree import NO_TOKEN, Candidates
+from listen import compile_events
+from tiny_costs import COSTS, SHORT
+
+NUM_NEW = 24
+SIZES = {'width': 4, 'fanout': 3, 'max_depth': 4, 'num_nodes': 20}
+TREE = DynamicTree(**SIZES)
+STOPPING = (
+  DDD(**SIZES, smaller=(14,), least_log_mass=-0.5),
+  SVIP(**SIZES, smaller=(14,), scale=0.2, most_rejected=0.6),
+  SureMass(**SIZES, smaller=(14,), scale=0.1, least_mass=0.4),
+  Adaptive(**SIZES, smaller=(4,), thresholds=(0.5, 1.0)),
+)
+GAP = GapTree(**SIZES, steepness=2.0)
+POLICIES = (Plain(), Chain(2), GAP, *STOPPING)
+TEMPERATURES = (0.0, 1.0)
+
+
+class Letters:
+  """A tokenizer of characters."""
+
+  def encode_prompt(self, text: str) -> list[int]:
+    return [ord(letter) % 97 for letter in text]
+
+  def decode(self, ids) -> str:
+    return ' '.join(map(str, ids))
+
+
+@pytest.fixture(scope='module')
+def target():
+  return dataclasses.replace(tiny_twin.target(), tokenizer=Letters())
+
+
+@pytest.fixture(scope='module')
+def drafter(target):
+  return tiny_twin.drafter_of(target, noise=0.4)
+
+
+@pytest.fixture(scope='module')
+def examples(target, drafter):
+  """Answers of both temperatures, one of a single token among them."""
+  how = {'eos_ids': (), 'seed': 3}
+  texts = []
+  for temperature in TEMPERATURES:
+    for row_id, prompt in enumerate(tiny_twin.PROMPTS):
+      num_new = 1 if row_id == 3 else NUM_NEW
+      out = decode.generate(
+        target, None, [prompt], max_new_tokens=num_new, temperature=temperature, row_ids=[row_id], **how
+      )
+      texts.append(AnswerTokens(row_id, prompt, out.tokens[0], temperature, 3))
+  return make_examples(target, drafter, texts, dtype=jnp.float32)
+
+
+@pytest.fixture(scope='module')
+def grown(target, drafter, examples):
+  deepest = (DynamicTree(4, 3, 5, 20), Chain(3), GAP)
+  return [grow_everywhere(target, drafter, examples, policy=policy, num_rows=5) for policy in deepest]
+
+
+def replayed(target, drafter, grown, policy) -> Replayed:
+  held = next(positions for positions in grown if positions.holds(policy))
+  return replay(held, policy, policy.arrays(COSTS, target, drafter), max_new_tokens=NUM_NEW)
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
+def test_replay_matches_decoding(target, drafter, examples, grown, policy):
+  found = replayed(target, drafter, grown, policy)
+  for number, example in enumerate(examples):
+    prompt, answer = example.token[~example.is_answer].tolist(), example.token[example.is_answer].tolist()
+    out = decode.generate(
+      target, drafter, [prompt], policy=policy, costs=COSTS, eos_ids=(), row_ids=[example.id], seed=example.seed,
+      temperature=example.temperature, max_new_tokens=len(answer),
+    )  # fmt: skip
+    assert out.tokens == [answer]
+    assert found.num_accepted[number] == out.num_accepted[0]
+    num_passes = max(out.stats['num_target_passes'], 1)
+    assert sum(found.num_nodes[number]) == pytest.approx(out.stats['nodes_per_pass'] * num_passes)
+    assert sum(found.num_levels[number]) == pytest.approx(out.stats['levels_per_pass'] * num_passes)
+  if policy in STOPPING:
+    assert len({levels for row in found.num_levels for levels in row}) > 1  # it stops here and there
+  if policy.sizes[:-1]:
+    assert len({nodes for row in found.num_nodes for nodes in row}) > 1
+
+
+def test_other_numbers_compile_nothing(target, drafter, grown):
+  policy = STOPPING[0]
+  before = replayed(target, drafter, grown, policy)
+  with compile_events() as events:
+    after = replayed(target, drafter, grown, dataclasses.replace(policy, least_log_mass=-5.0))
+  assert events == []
+  assert after.levels_per_pass == policy.max_depth > before.levels_per_pass
+
+
+def test_trees_that_grow_otherwise_are_refused(target, drafter, grown):
+  wide, _, by_gap = grown
+  others = Chain(2), DynamicTree(3, 3, 3, 5), DynamicTree(4, 3, 6, 12), dataclasses.replace(TREE, lookup=True), GAP
+  for policy in (*others, StaticTree([(0,), (1,)])):
+    with pytest.raises(ValueError, match='must hold') as raised:
+      replay(wide, policy, max_new_tokens=NUM_NEW)
+    assert policy.describe() in str(raised.value)
+  assert by_gap.holds(dataclasses.replace(GAP, num_nodes=3, max_depth=2))
+  assert not by_gap.holds(dataclasses.replace(GAP, steepness=1.0))
+  assert not by_gap.holds(TREE)
+
+
+def test_a_text_is_followed_through_a_tree():
+  """The root 9 has children 4 and 6, and node 2 a child 4; an unused node follows."""
+  zero_A = jnp.zeros(5)
+  tree = Candidates(jnp.array([9, 4, 6, 4, NO_TOKEN]), jnp.array([-1, 0, 0, 2, 2]), zero_A, zero_A)
+  for text, path in (([6, 4, 1], [2, 3, 5]), ([4, 4, 4], [1, 5, 5]), ([5, 6, 4], [5, 5, 5])):
+    assert find_path(tree, jnp.asarray(text)).tolist() == path
+
+
+# The comparison.
+
+
+def test_modelled_time_by_hand():
+  """Two passes of 4 and 8 nodes behind 3 levels and 1 level of width 3, one of 1 node that drafted nothing."""
+  passes = Replayed([[0, 0, 0]], [4], DynamicTree(3, 3, 3, 8), [[4, 8, 1]], [[3, 1, 0]])
+  assert compare.modelled_ms(passes, SHORT, is_free=False) == (13 + 1 + 2 * 4) + (21 + 1) + (10 + 1)
+  assert compare.modelled_ms(passes, SHORT, is_free=True) == 13 + 21 + 10
+  assert compare.modelled_ms(dataclasses.replace(passes, policy=Plain()), SHORT, is_free=False) == 3 * 10
+
+
+ASKED = [Question('one', '1', ('ab',)), Question('one', '2', ('de',)), Question('two', '1', ('f',))]
+
+
+@pytest.fixture(scope='module')
+def drafters(target, drafter):
+  return [drafter, eagle_jax.load_drafter('ngram', target)]
+
+
+@pytest.fixture(scope='module')
+def rows(target, drafters):
+  costs = dataclasses.replace(COSTS, drafter=drafters[0].config.name)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(compare, 'WIDTHS', (2,))
+    patch.setattr(compare, 'DEPTHS', (3,))
+    patch.setattr(compare, 'STOPPING_NODES', (4,))
+    every = compare.candidates
+    patch.setattr(compare, 'candidates', lambda *, lookup, **how: every(lookup=lookup, **how)[: 2 if lookup else None])
+    patch.setattr(compare, 'find_costs', lambda target, drafter: costs if drafter.params else None)
+    how = {'max_new_tokens': 8, 'num_nodes': (2, 4)}
+    found = compare.compare(target, drafters, ASKED, TEMPERATURES, **how)
+    return found + compare.decode_best(target, drafters, ASKED, found, num_best=1, max_new_tokens=8)
+
+
+def test_every_policy_has_a_row_at_every_temperature(rows):
+  kinds = {(row.series, row.kind, row.temperature) for row in rows if not row.measured}
+  for series in ('drafter', 'drafter + lookup', 'ngram'):
+    for temperature in TEMPERATURES:
+      drawn = {kind for name, kind, at in kinds if (name, at) == (series, temperature)} - {'plain'}
+      expected = {'chain', 'dynamic', 'ddd', 'svip', 'sure_mass', 'gap'} if series != 'drafter + lookup' else {'chain'}
+      assert drawn == expected | ({'adaptive'} if series == 'drafter' else set())
+  plain = [row for row in rows if row.kind == 'plain']
+  assert [(row.tau, row.measured) for row in plain] == [(1.0, False)] * 2 + [(1.0, True)] * 2
+  assert plain[0].rate == pytest.approx(100.0)
+  assert {*plain[0].by_task} == {'one', 'two'}
+
+
+def test_the_best_rows_decode_as_they_were_replayed(rows):
+  decoded = [row for row in rows if row.measured and row.kind != 'plain']
+  assert [row.temperature for row in decoded] == [*TEMPERATURES]
+  for row in decoded:
+    alike = [other for other in rows if not other.measured and other.temperature == row.temperature]
+    (own,) = [other for other in alike if (other.drafter, other.policy) == (row.drafter, row.policy)]
+    assert (row.tau, row.nodes, row.passes) == pytest.approx((own.tau, own.nodes, own.passes))
+    assert own.rate == max(other.rate for other in alike if other.kind != 'plain')
+
+
+def test_rows_tables_and_plots(rows, tmp_path):
+  content = json.loads(json.dumps([row.to_json() for row in rows]))
+  assert {*content[0]} == {
+    'drafter', 'policy', 'kind', 'tau', 'nodes', 'passes', 'rate', 'temperature', 'measured'
+  }  # fmt: skip
+  page = table(rows)
+  assert page.count('\n## Temperature') + page.startswith('## Temperature') == 2
+  for row in rows:
+    assert row.policy.describe() in page or row.kind in ('chain', 'dynamic', 'gap', 'plain')
+  pytest.importorskip('matplotlib')
+  paths = plot_comparison(rows, tmp_path)
+  assert [path.name for path in paths] == ['tau_against_nodes.png', 'rate_against_tau.png']
+  assert all(path.stat().st_size > 5000 for path in paths)
+
+
+def test_tau_at_equal_nodes_is_that_of_the_best_shape_between_sizes():
+  def row(policy, tau: float) -> Row:
+    return Row('d', policy, 0.0, tau, policy.num_nodes, 1.0, None)
+
+  found = [row(DynamicTree(2, 2, 3, 8), 2.0), row(DynamicTree(4, 4, 3, 8), 3.0), row(Chain(3), 9.0)]
+  assert dynamic_tau(found, 'd', 8) == 3.0
+  assert dynamic_tau(found, 'd', 4.5) == 2.0  # halfway from one node, whose tau is 1
