@@ -17,6 +17,7 @@ from eagle_jax.config import TargetConfig, require_match
 from eagle_jax.decode.request import require_pair
 from eagle_jax.draft import export, heads, kinds
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.model import as_drafter
 from eagle_jax.files import differences, replacing
 from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
@@ -174,7 +175,7 @@ def _is_same_head(params: dict[str, Any], place: Any) -> bool:
   return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), head, as_head)))
 
 
-def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None) -> Drafter:
+def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None, kind: str | None = None) -> Drafter:
   """Load an EAGLE-1/2 or EAGLE-3 drafter; a folder's config.json says which kind it holds.
 
   Embedding and head stay the target's, but for EAGLE-3, which has a head of its own.
@@ -186,10 +187,11 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
     target: the model it drafts for.
     dtype: of the parameters, as in `load_target`; None means the target's. 'int8' means the target's with matrices in
       8 bits, see `Drafter.quantised`.
+    kind: 'model' to draft with a smaller model of the same tokenizer, which `load_target` takes; None for all else.
 
   Raises:
-    ValueError: unknown name, another dtype, unsupported or damaged folder, tensors that do not fit, a drafter for
-      another target, or a target that is none.
+    ValueError: unknown name or kind, another dtype, unsupported or damaged folder, tensors that do not fit, a drafter
+      for another target, or a target that is none.
 
   Example:
     >>> drafter = eagle_jax.load_drafter('ngram', target)
@@ -197,8 +199,12 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None)
     {}
   """
   require_pair(target, None)
-  if (kind := kinds.KINDS.get(str(name_or_path))) and kind.for_target:
-    return Drafter(kind.for_target(target.config), {})
+  if kind not in (None, 'model'):
+    raise ValueError(f"`kind` must be 'model' or None, got {kind!r}: the kind of a head is in its config.json.")
+  if kind == 'model':
+    return as_drafter(load_target(name_or_path, dtype=dtype or target.dtype, mesh=mesh_of(target.params)), target)
+  if (known := kinds.KINDS.get(str(name_or_path))) and known.for_target:
+    return Drafter(known.for_target(target.config), {})
   path = _drafter_folder(name_or_path)
   content = folder.read_config(path)
   config = kinds.read_drafter_config(path, content, target.config)

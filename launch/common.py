@@ -10,6 +10,7 @@ from eagle_jax.sharding import make_mesh
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a name, folder, .gguf file or org/name[@revision].')
 flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a name, a folder, org/name[@revision]; empty: none.')
+flags.DEFINE_enum('drafter_kind', None, ['model'], 'model: --drafter names a smaller model of the same tokenizer.')
 DTYPES = 'float32', 'bfloat16', 'int8'
 flags.DEFINE_enum('dtype', 'float32', DTYPES, "The target's dtype; int8 rounds its matrices to 8 bits while loading.")
 flags.DEFINE_enum(
@@ -39,7 +40,8 @@ def mesh():
 def models():
   """Load the target, and the drafter or None."""
   target = eagle_jax.load_target(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh(), max_context=FLAGS.max_context)
-  drafter = eagle_jax.load_drafter(FLAGS.drafter, target, dtype=FLAGS.drafter_dtype) if FLAGS.drafter else None
+  how = {'dtype': FLAGS.drafter_dtype, 'kind': FLAGS.drafter_kind}
+  drafter = eagle_jax.load_drafter(FLAGS.drafter, target, **how) if FLAGS.drafter else None
   return target, drafter
 
 

@@ -10,6 +10,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
 from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors
+from eagle_jax.draft.model import Model, ModelConfig, no_file
 from eagle_jax.draft.ngram import Ngram, NgramConfig
 from eagle_jax.draft.tables import eagle3_table, eagle_table, eagle_taps_table
 from eagle_jax.weights.folder import naming_config
@@ -71,6 +72,7 @@ KINDS: dict[str, Kind] = {
     read_tensors=read_head_tensors,
     borrows=frozenset({'embed', 'ids'}),
   ),
+  'model': Kind('a smaller model', ModelConfig, Model, tensor_table=no_file),
   'ngram': Kind('n-gram', NgramConfig, Ngram, has_logits=False, for_target=NgramConfig.for_target),
 }
 

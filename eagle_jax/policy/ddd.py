@@ -19,6 +19,10 @@ class DDD(TunedTree):
   Attributes:
     least_log_mass: the frontier's total log-probability below which its children are not drafted, nats. Changing it
       does not recompile.
+
+  Example:
+    >>> eagle_jax.DDD(num_nodes=16, least_log_mass=-0.5).describe()
+    'ddd(width=10, fanout=10, max_depth=11, num_nodes=16, least_log_mass=-0.5)'
   """
 
   max_depth: int = 11

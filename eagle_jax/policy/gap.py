@@ -19,6 +19,10 @@ class GapTree(TunedTree):
 
   Attributes:
     steepness: 0 offers half the children everywhere. Changing it does not recompile.
+
+  Example:
+    >>> eagle_jax.GapTree(width=4, fanout=4, max_depth=5, num_nodes=16).fanouts
+    (4, 4, 4, 4, 4)
   """
 
   steepness: float = 1.0

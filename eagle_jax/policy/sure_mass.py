@@ -19,6 +19,10 @@ class SureMass(TunedTree):
     scale: c, as in `svip.SVIP`.
     least_mass: the weighted sum of the paths' probabilities below which no children are drafted. Changing either does
       not recompile.
+
+  Example:
+    >>> eagle_jax.SureMass(num_nodes=32, least_mass=0.5).widths[:3]
+    (1, 10, 10)
   """
 
   max_depth: int = 10

@@ -24,6 +24,10 @@ class SVIP(TunedTree):
     scale: c above, 1 / nats.
     most_rejected: the bound sqrt(c H) above which a node's children are not worth drafting; one node below it is
       enough. Changing either does not recompile.
+
+  Example:
+    >>> eagle_jax.SVIP(width=1, fanout=1, max_depth=7, num_nodes=8, smaller=(2, 4)).sizes
+    (2, 4, 8)
   """
 
   max_depth: int = 10
