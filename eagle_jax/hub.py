@@ -131,7 +131,7 @@ def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max
   config, tokenizer = _gguf_config_and_tokenizer(file, max_context)
   table = naming.gguf_table(config, gguf.read_family(file))
   require_memory(table, dtype, is_rounded=place is not None, source=str(path))
-  params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place)
+  params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place, keeps=rounded.is_rounded)
   return Target(config, params, tokenizer)
 
 
@@ -158,7 +158,7 @@ def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any, m
   table = naming.hf_table(config, targets.read_family(path, content))
   require_memory(table, dtype, is_rounded=place is not None, source=str(path))
   tensors = targets.read_text_tensors(path, content)
-  params = assemble(tensors, table, dtype, mesh=mesh, source=str(path), place=place)
+  params = assemble(tensors, table, dtype, mesh=mesh, source=str(path), place=place, keeps=rounded.is_rounded)
   if config.tied_head and 'head' in params:
     if _is_same_head(params, place):
       del params['head']

@@ -128,7 +128,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 def place_param(x: Any, path: Sequence[str], mesh: Mesh | None) -> jax.Array:
   """Copy an array to where the parameter at `path` lives; without a mesh, to the default device."""
   if mesh is None:
-    return jnp.array(x) if isinstance(x, jax.Array) else jax.device_put(np.array(x))
+    return jnp.array(x) if isinstance(x, jax.Array) else jax.device_put(x, may_alias=False)
   return put(x, param_sharding(path, x.shape, mesh))
 
 

@@ -61,8 +61,11 @@ def assemble(
   mesh: Mesh | None = None,
   source: str = 'weights',
   place: Callable[[tuple[str, ...], np.ndarray], Any] | None = None,
+  keeps: Callable[[tuple[str, ...]], bool] | None = None,
 ) -> dict[str, Any]:
   """Build the parameter tree from named tensors, taking them one at a time.
+
+  Beside the parameters, memory holds at most one copy of a tensor in their dtype at a time.
 
   Args:
     tensors: (name, array) pairs, such as `dict.items()`; float64, float32, float16 or bfloat16.
@@ -71,6 +74,7 @@ def assemble(
     mesh: over which each array is sharded, see `sharding.param_sharding`; None means the default device.
     source: what to call the file in an error.
     place: (path, array) -> what is held of a parameter; None: the array, placed by `sharding.place_param`.
+    keeps: path -> whether `place` gets a parameter that is one tensor as the file holds it, not in `dtype`.
 
   Returns:
     Nested dict with `jax.Array` leaves of `dtype`.
@@ -92,8 +96,11 @@ def assemble(
     seen.add(name)
     if fault is None:
       entry = table.entries[name]
-      with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
-        value = entry.to_ours(array).astype(entry.dtype or dtype, copy=False)
+      value = entry.to_ours(array)
+      del array  # the file's copy
+      if entry.joint_shape or not (place and keeps and keeps(entry.path)):
+        with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
+          value = value.astype(entry.dtype or dtype, copy=False)
       if np.isfinite(value).all():
         value = _with_other_parts(value, entry, begun)
         parts_left[entry.path] -= 1

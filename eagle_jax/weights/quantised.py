@@ -81,16 +81,20 @@ def read_floats(folder: Path, content: Mapping[str, Any]) -> Iterator[tuple[str,
   if beside:
     log.info('%s: quantised weights, which are turned into floats as they are read', folder)
   used: set[str] = set()
-  for name, array in read_tensors(folder, names - beside):
+
+  def floats(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray] | None:
+    name, array = named
     whole = name.removesuffix('_blocks')
     if whole != name and (scale := scales.get(f'{whole}_scales')) is not None:
       used.add(f'{whole}_scales')
-      yield whole, from_mxfp4(folder, name, array, scale)
-    elif array.dtype in _FLOAT8 or (array.dtype == np.int8 and name.endswith('.weight')):
-      used |= {name.removesuffix('weight') + kind for kind in (*_SCALES, _ZERO)}
-      yield name, _from_bytes(folder, name, array, scales, content)
-    elif not name.endswith(_UNUSED):
-      yield name, array
+      return whole, from_mxfp4(folder, name, array, scale)
+    if array.dtype in _FLOAT8 or (array.dtype == np.int8 and name.endswith('.weight')):
+      used.update(name.removesuffix('weight') + kind for kind in (*_SCALES, _ZERO))
+      return name, _from_bytes(folder, name, array, scales, content)
+    return None if name.endswith(_UNUSED) else named
+
+  # Unlike a loop, `map` does not hold on to an array that it has handed out.
+  yield from filter(None, map(floats, read_tensors(folder, names - beside)))
   if left := sorted(beside - used):
     raise ValueError(f'{folder}: {left[:3]} are scales of no quantised weight: fetch the whole checkpoint again.')
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -25,10 +25,14 @@ def read_safetensors(path: str | Path, names: Collection[str] | None = None) -> 
     ValueError: no such file, truncated, corrupt, or a type that NumPy does not have.
   """
   path = Path(path)
-  with _opened(path) as file:
-    for name in file.keys():  # noqa: SIM118  (a handle, not a dict)
-      if names is None or name in names:
-        yield name, _tensor(file, name, path)
+  with _opened(path) as whole:
+    asked = [name for name in whole.keys() if names is None or name in names]  # noqa: SIM118  (a handle, not a dict)
+  # Not through the handle, which maps the file: its pages would stay in memory beside the arrays.
+  with path.open('rb') as file:
+    size = int.from_bytes(file.read(8), 'little')
+    entries = json.loads(file.read(size))
+    for name in asked:
+      yield name, _tensor(file, 8 + size, entries[name], f'{path}: {name}')
 
 
 def safetensors_names(path: str | Path) -> list[str]:
@@ -51,32 +55,27 @@ def _opened(path: Path) -> Iterator[Any]:
     ) from error
 
 
-_FLOAT8 = {
-  'F8_E4M3': ml_dtypes.float8_e4m3fn, 'F8_E5M2': ml_dtypes.float8_e5m2, 'F8_E8M0': ml_dtypes.float8_e8m0fnu
+_DTYPES = {
+  'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16, 'BOOL': np.bool_,
+  'I64': np.int64, 'I32': np.int32, 'I16': np.int16, 'I8': np.int8,
+  'U64': np.uint64, 'U32': np.uint32, 'U16': np.uint16, 'U8': np.uint8,
+  'F8_E4M3': ml_dtypes.float8_e4m3fn, 'F8_E5M2': ml_dtypes.float8_e5m2, 'F8_E8M0': ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
 
 
-def _tensor(file: Any, name: str, path: Path) -> np.ndarray:
-  try:
-    return file.get_tensor(name)
-  except AttributeError as error:  # the library looks the type up in NumPy, which has no float8
-    dtype = file.get_slice(name).get_dtype()
-    if dtype in _FLOAT8:
-      return _read_raw(path, name, _FLOAT8[dtype])
+def _tensor(file: BinaryIO, start: int, entry: Mapping[str, Any], source: str) -> np.ndarray:
+  """Read a tensor; `entry` of the header says where it lies behind `start`."""
+  if entry['dtype'] not in _DTYPES:
     raise ValueError(
-      f'{path}: {name} is stored as {dtype}, one of F32, F16, BF16, F8_E4M3 and I8 is needed: use the unquantised '
+      f'{source} is stored as {entry["dtype"]}, one of F32, F16, BF16, F8_E4M3 and I8 is needed: use the unquantised '
       'checkpoint.'
-    ) from error
-
-
-def _read_raw(path: Path, name: str, dtype: Any) -> np.ndarray:
-  """Read a tensor of one-byte numbers: they follow eight bytes with the header's length, and the header."""
-  with path.open('rb') as file:
-    size = int.from_bytes(file.read(8), 'little')
-    entry = json.loads(file.read(size))[name]
-    begin, end = entry['data_offsets']
-    file.seek(8 + size + begin)
-    return np.frombuffer(file.read(end - begin), dtype).reshape(entry['shape'])
+    )
+  begin, end = entry['data_offsets']
+  file.seek(start + begin)
+  raw = np.fromfile(file, np.uint8, count=end - begin)
+  if len(raw) < end - begin:
+    raise ValueError(f'{source} ends too early: the file was changed while it was read.')
+  return raw.view(_DTYPES[entry['dtype']]).reshape(entry['shape'])
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -44,12 +44,19 @@ def read_content(folder: Path) -> dict[str, Any]:
 
 def read_text_tensors(folder: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
   """Yield a target's weights as floats: where Gemma 3 takes images too, those of the text model by their own names."""
-  is_gemma = read_family(folder, content) is FAMILIES['gemma3_text']
-  for name, array in read_floats(folder, content):
-    if is_gemma and name.startswith(_OF_IMAGES):
-      continue
-    prefix = next((prefix for prefix in _PREFIXES if is_gemma and name.startswith(prefix)), '')
-    yield _PREFIXES.get(prefix, '') + name.removeprefix(prefix), array
+  tensors = read_floats(folder, content)  # through `map`, for the reason that is given there
+  if read_family(folder, content) is not FAMILIES['gemma3_text']:
+    return tensors
+  return filter(None, map(_of_the_text_model, tensors))
+
+
+def _of_the_text_model(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray] | None:
+  """Give a tensor of Gemma 3 its name in the text model; None if it is not part of that."""
+  name, array = named
+  if name.startswith(_OF_IMAGES):
+    return None
+  prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), '')
+  return _PREFIXES.get(prefix, '') + name.removeprefix(prefix), array
 
 
 def read_family(folder: Path, content: Mapping[str, Any]) -> Family:
