@@ -25,7 +25,8 @@ EAGLE3 = Eagle3Config(
 )
 DRAFTER = tiny.drafter(dataclasses.replace(tiny.DRAFTER, vocab_size=VOCAB))
 ADAPTIVE = Adaptive(4, 3, 3, 8, smaller=(1, 4), thresholds=(1e-3, 1e-3))  # drafts, whatever it costs
-POLICIES = (Plain(), pytest.param(Chain(3), marks=pytest.mark.slow), DynamicTree(4, 3, 3, 8, lookup=True), ADAPTIVE)
+SLOW = [pytest.param(policy, marks=pytest.mark.slow) for policy in (Chain(3), ADAPTIVE)]
+POLICIES = Plain(), DynamicTree(4, 3, 3, 8, lookup=True), *SLOW
 SAMPLINGS = {
   'greedy': {},
   'sampled': {'temperature': 0.9, 'top_k': 40, 'seed': 3, 'row_ids': [4, 4, 0, 9, 5, 6, 7]},

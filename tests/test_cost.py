@@ -315,6 +315,7 @@ def test_largest_of_equally_fast_draft_vocabularies_is_taken():
   assert tune.largest_of_the_fastest([all_ids, few]) == few
 
 
+@pytest.mark.slow
 def test_tuning_decodes_prompts_of_all_sizes_with_few_programs(monkeypatch):
   """Each program runs once before it is timed; tau and rates are those of `generate`."""
   target, drafter = tiny.target(), tiny.drafter()

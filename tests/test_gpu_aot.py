@@ -6,6 +6,7 @@ Needs JAX's CUDA plugin (extra: gpu), and minutes on two cores:
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -55,6 +56,14 @@ def compile_loop(pair: ShapedPair, policy):
   pair.compile(decode_loop, state, spec)
 
 
+@functools.cache
+def step_listing(device, batch: int) -> str:
+  """A step of the tiny pair over a tree, for as many sequences."""
+  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh([device]), num_prompt=64, batch=batch)
+  spec = pair.spec(SMALL)
+  return pair.compile(decode_step, pair.state(spec), spec).as_text()
+
+
 @pytest.mark.parametrize('family', FAMILIES)
 def test_each_family_compiles(devices, family):
   target, drafter = random_pairs.configs('tiny')
@@ -76,7 +85,10 @@ def test_smollm2_compiles(devices, policy, dtype):
   """Three layers of it: heads of 64, tied embeddings, a draft vocabulary."""
   target, drafter = random_pairs.configs('smollm2_135m', draft_vocab_size=8192)
   target = dataclasses.replace(target, num_layers=3)
-  compile_loop(ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=96, dtype=dtype), policy)
+  pair = ShapedPair(target, drafter, make_mesh(devices[:1]), num_prompt=96, dtype=dtype)
+  spec = pair.spec(policy)
+  state = pair.prefill(spec)[1] if policy == DynamicTree() else pair.state(spec)  # policies share their prefill
+  pair.compile(decode_loop, state, spec)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +119,8 @@ def test_a_target_pass_has_few_kernels_a_layer(devices):
   def kernels(num_layers):
     target, drafter = random_pairs.configs('llama3_8b', draft_vocab_size=64)
     pair = ShapedPair(dataclasses.replace(target, num_layers=num_layers), drafter, make_mesh(devices[:1]))
-    _, state = pair.prefill(pair.spec(SMALL))
-    hlo = pair.compile(decode_step, state._replace(drafter=()), pair.spec(SMALL, EmptyTrees())).as_text()
+    state = pair.state(pair.spec(SMALL))._replace(drafter=())
+    hlo = pair.compile(decode_step, state, pair.spec(SMALL, EmptyTrees())).as_text()
     assert hlo.count(KERNEL) == num_layers
     return num_kernels(hlo)
 
@@ -134,21 +146,18 @@ def test_a_mesh_of_gpus_gathers_no_keys(devices):
 
 
 def test_a_commit_is_few_kernels_whatever_the_batch(devices):
-  def kernels(batch):
-    pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=batch)
-    _, state = pair.prefill(pair.spec(SMALL))
-    return num_kernels(pair.compile(decode_step, state, pair.spec(SMALL)).as_text())
-
-  assert kernels(32) < kernels(4) + 28  # row by row each further one would be six
+  many, few = (num_kernels(step_listing(devices[0], batch)) for batch in (32, 4))
+  assert many < few + 28  # row by row each further one would be six
 
 
-@pytest.mark.parametrize(('policy', 'drafter'), [(Plain(), NoDrafter()), (SMALL, None)])
-def test_no_pass_copies_the_keys(devices, policy, drafter):
+@pytest.mark.parametrize('is_plain', [True, False])
+def test_no_pass_copies_the_keys(devices, is_plain):
   """Into another layout, that is: behind the slots stand the new rows, in an array of its own."""
-  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]))
-  _, state = pair.prefill(pair.spec(SMALL))
-  state = state if drafter is None else state._replace(drafter=())
-  hlo = pair.compile(decode_step, state, pair.spec(policy, drafter)).as_text()
+  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64, batch=4)
+  state = pair.state(pair.spec(SMALL))
+  hlo = step_listing(devices[0], 4)
+  if is_plain:
+    hlo = pair.compile(decode_step, state._replace(drafter=()), pair.spec(Plain(), NoDrafter())).as_text()
   batch, heads, slots, width = state.cache.keys[0].shape
   assert f'bf16[{batch},{heads},{slots},{width}]' in hlo
   assert not re.findall(rf'= bf16\[{batch},{heads},{width},{slots}\]\S* \w', hlo)
@@ -156,9 +165,7 @@ def test_no_pass_copies_the_keys(devices, policy, drafter):
 
 def test_a_step_asks_the_host_how_to_draw_alone(devices):
   """No loop asks for its end, and of the branches greedy decoding comes to one."""
-  pair = ShapedPair(*random_pairs.configs('tiny'), make_mesh(devices[:1]), num_prompt=64)
-  _, state = pair.prefill(pair.spec(SMALL))
-  hlo = pair.compile(decode_step, state, pair.spec(SMALL)).as_text()
+  hlo = step_listing(devices[0], 4)
   assert all('known_trip_count' in line for line in hlo.splitlines() if ' while(' in line)
   assert hlo.count(' conditional(') <= 4  # if sampled; in it, if filtered; in that, by k and by p
 
@@ -171,7 +178,7 @@ def test_a_quantised_drafter_is_read_in_bytes(devices):
 
   def read(pair):
     policy = DynamicTree(max_depth=3)
-    _, state = pair.prefill(pair.spec(policy))
+    state = pair.state(pair.spec(policy))
     moved = bytes_moved(pair.compile(decode_step, state, pair.spec(policy)).as_text())
     return moved, pair.bytes_needed(state, num_drafts=3)
 

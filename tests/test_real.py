@@ -1,5 +1,7 @@
 """The real pair: what speculation writes is what the target writes."""
 
+import functools
+
 import pytest
 
 from eagle_jax import Chain, DynamicTree, StaticTree, decode, hub
@@ -8,7 +10,7 @@ from eagle_jax.sampling import Sampling
 
 pytestmark = pytest.mark.real
 
-PROMPTS = [
+PROMPTS = (
   'Explain why the sky is blue.',
   'A train travels 60 miles in 1.5 hours. What is its average speed?',
   'Write a Python function that returns the n-th Fibonacci number.',
@@ -17,7 +19,7 @@ PROMPTS = [
   'Write a short poem about the sea, in two stanzas.',
   'List five tips for better sleep.',
   'Translate "good morning, my friend" into French and explain each word.',
-]
+)
 
 
 @pytest.fixture(scope='module')
@@ -25,10 +27,16 @@ def pair(smollm2):
   return smollm2, hub.load_drafter('smollm2-135m-eagle2', smollm2)
 
 
-def assert_same_text(pair, prompts, max_new_tokens, temperature, policy):
+@pytest.fixture(scope='module')
+def plain(pair):
+  """The target's own text, decoded once for all policies."""
+  return functools.cache(lambda prompts, **options: decode.generate(pair[0], None, prompts, **options))
+
+
+def assert_same_text(pair, plain, prompts, max_new_tokens, temperature, policy):
   target, drafter = pair
   options = {'max_new_tokens': max_new_tokens, 'temperature': temperature, 'seed': 7}
-  plain = decode.generate(target, None, prompts, **options)
+  plain = plain(prompts, **options)
   speculative = decode.generate(target, drafter, prompts, policy=policy, **options)
   sampling = Sampling.of(temperature=temperature, seed=7)
   for row, (ours, theirs) in enumerate(zip(speculative.tokens, plain.tokens, strict=True)):
@@ -41,19 +49,20 @@ def assert_same_text(pair, prompts, max_new_tokens, temperature, policy):
   assert speculative.stats['tau'] > 1.2
 
 
-@pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_speculative_text_is_plain_text(pair, temperature):
-  assert_same_text(pair, PROMPTS[:2], 24, temperature, DynamicTree(width=4, fanout=4, max_depth=4, num_nodes=16))
+@pytest.mark.parametrize('temperature', [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_speculative_text_is_plain_text(pair, plain, temperature):
+  assert_same_text(pair, plain, PROMPTS[:2], 24, temperature, DynamicTree(width=4, fanout=4, max_depth=4, num_nodes=16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 @pytest.mark.parametrize('policy', [Chain(), StaticTree(), DynamicTree()], ids=lambda policy: policy.describe())
-def test_speculative_text_is_plain_text_at_length(pair, policy, temperature):
-  assert_same_text(pair, PROMPTS, 64, temperature, policy)
+def test_speculative_text_is_plain_text_at_length(pair, plain, policy, temperature):
+  assert_same_text(pair, plain, PROMPTS, 64, temperature, policy)
 
 
-@pytest.mark.parametrize('is_quantised', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('is_quantised', [False, True])
 def test_the_shipped_drafter_accepts_what_it_did(pair, is_quantised):
   """Silent drafting bugs leave the text right and acceptance low."""
   target, drafter = pair

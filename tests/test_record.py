@@ -17,13 +17,8 @@ from tiny_costs import COSTS
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11]]
 SMALL = DynamicTree(4, 3, 3, 8)
-POLICIES = (
-  Plain(),
-  Chain(3, lookup=True),
-  StaticTree([(0,), (1,), (1, 0)]),
-  SMALL,
-  Adaptive(4, 3, 3, 8, smaller=(1, 4)),
-)
+ADAPTIVE = pytest.param(Adaptive(4, 3, 3, 8, smaller=(1, 4)), marks=pytest.mark.slow)
+POLICIES = Plain(), Chain(3, lookup=True), StaticTree([(0,), (1,), (1, 0)]), SMALL, ADAPTIVE
 NUM_NEW = 24
 GENERATE = sys.modules['eagle_jax.decode.generate']
 
@@ -133,32 +128,30 @@ def test_a_prompt_that_ends_at_once_has_no_cycle(target, drafter):
 def test_prompts_that_wait_are_not_traced(target, drafter):
   with pytest.raises(ValueError, match='batch_size 2 for 3 prompts'):
     decode.generate(target, drafter, PROMPTS, batch_size=2, trace=True)
-  out = decode.generate(target, drafter, PROMPTS, batch_size=3, max_new_tokens=2, policy=SMALL, trace=True)
+  out = decode.generate(target, drafter, PROMPTS, batch_size=3, max_new_tokens=NUM_NEW, policy=SMALL, trace=True)
   assert len(out.trace) == 3
 
 
-def test_who_does_not_ask_compiles_no_other_program(target, drafter, monkeypatch):
+@pytest.mark.parametrize('policy', [SMALL, ADAPTIVE], ids=lambda p: p.describe())
+def test_who_does_not_ask_compiles_no_other_program(target, drafter, monkeypatch, policy):
   """The loop is lowered to the same text as without the code that traces, and the traced step is not compiled."""
 
   def refuse(*_, **__):
     raise AssertionError('traced')
 
   monkeypatch.setattr(GENERATE, '_TRACED', None)
-  for policy in (SMALL, POLICIES[-1]):
-    decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, costs=COSTS)
-    params, spec = decode.build(target, drafter, policy=policy, costs=COSTS)
-    state = decode.prefill(
-      params, np.asarray(PROMPTS[:1], np.int32), np.asarray([3]), spec=spec, max_new_tokens=NUM_NEW
-    )
+  decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, costs=COSTS)
+  params, spec = decode.build(target, drafter, policy=policy, costs=COSTS)
+  state = decode.prefill(params, np.asarray(PROMPTS[:1], np.int32), np.asarray([3]), spec=spec, max_new_tokens=NUM_NEW)
 
-    def lowered(spec, params=params, state=state):
-      decode.decode_loop.clear_cache()
-      return decode.decode_loop.lower(params, state, spec=spec).as_text()
+  def lowered(spec):
+    decode.decode_loop.clear_cache()
+    return decode.decode_loop.lower(params, state, spec=spec).as_text()
 
-    today = lowered(spec)
-    assert lowered(dataclasses.replace(spec, is_traced=False)) == today
-    with monkeypatch.context() as without:
-      without.setattr(sys.modules['eagle_jax.decode.step'], 'node_log_p', refuse)
-      assert lowered(spec) == today
-      with pytest.raises(AssertionError, match='traced'):
-        lowered(dataclasses.replace(spec, is_traced=True))
+  today = lowered(spec)
+  assert not spec.is_traced
+  with monkeypatch.context() as without:
+    without.setattr(sys.modules['eagle_jax.decode.step'], 'node_log_p', refuse)
+    assert lowered(spec) == today
+    with pytest.raises(AssertionError, match='traced'):
+      lowered(dataclasses.replace(spec, is_traced=True))

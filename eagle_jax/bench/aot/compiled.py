@@ -4,13 +4,14 @@ Only shapes go in; nothing is allocated and nothing runs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from eagle_jax.bench.aot.hlo import bytes_moved, estimated_cycles, num_kernels
 from eagle_jax.bench.tune import EmptyTrees, bytes_read
@@ -25,7 +26,7 @@ from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import DynamicTree, Plain, TreePolicy
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import param_shardings
+from eagle_jax.sharding import param_shardings, partition
 
 # XLA:TPU copies weights into fast memory ahead of their use, and `cost_analysis` counts such a byte three times: read,
 # written, read again. Without these copies 'bytes accessed' is what crosses the main memory's bus.
@@ -99,21 +100,20 @@ class ShapedPair:
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
     """Compile prefill, and return it with the shapes of the state that it returns."""
-    params = self.params()
-    arguments, static = prepare(
-      params,
-      np.zeros((self.batch, self.num_prompt), np.int32),
-      np.ones(self.batch, np.int32),
-      spec=spec,
-      max_new_tokens=self.max_new_tokens,
-      sampling=Sampling.of(),
-      row_ids=None,
-      eos_ids=(1,),
-    )
+    arguments, static = self._prefill_arguments(spec)
     with jax.set_mesh(self.mesh):
       lowered = run_prefill.lower(*arguments, **static)
       program = lowered.compile()
     return program, place(lowered.out_info, program.output_shardings)
+
+  def state(self, spec: Spec) -> Any:
+    """Return the shapes of the state behind the prompt; for several devices, prefill is compiled to place them."""
+    if self.mesh.size > 1:
+      return self.prefill(spec)[1]
+    arguments, static = self._prefill_arguments(spec)
+    with jax.set_mesh(self.mesh):
+      shapes = jax.eval_shape(functools.partial(run_prefill, **static), *arguments)
+    return place(shapes, jax.tree.map(lambda _: NamedSharding(self.mesh, partition((), (), self.mesh)), shapes))
 
   def compile(self, run: Any, state: Any, spec: Spec, options: Mapping[str, str] | None = None) -> Any:
     """Compile `run`, which is `decode.decode_step` or `decode_loop`, for `state`."""
@@ -127,6 +127,19 @@ class ShapedPair:
     target_pass, drafter_pass = bytes_read(self.params(), *caches, has_tied_head=self.target.tied_head)
     return (sum(target_pass) + num_drafts * sum(drafter_pass)) / self.mesh.size
 
+  def _prefill_arguments(self, spec: Spec) -> tuple[tuple, dict[str, Any]]:
+    """Return the traced arguments of `run_prefill`, and its static ones."""
+    return prepare(
+      self.params(),
+      np.zeros((self.batch, self.num_prompt), np.int32),
+      np.ones(self.batch, np.int32),
+      spec=spec,
+      max_new_tokens=self.max_new_tokens,
+      sampling=Sampling.of(),
+      row_ids=None,
+      eos_ids=(1,),
+    )
+
   def _placed(self, shapes: Any) -> Any:
     return place(shapes, param_shardings(shapes, self.mesh))
 
@@ -138,7 +151,7 @@ def place(shapes: Any, shardings: Any) -> Any:
 
 def steps(pair: ShapedPair, *, sizes: Sequence[int] = (16, 32, 60, 128)) -> dict[str, Estimate]:
   """Estimate the plain step, target passes over trees of `sizes` nodes, a draft level (by difference), and a step."""
-  _, state = pair.prefill(pair.spec(DynamicTree()))
+  state = pair.state(pair.spec(DynamicTree()))
 
   def estimate(policy: TreePolicy, drafter: Any = None) -> Estimate:
     behind, num_drafts = (state, policy.max_depth) if drafter is None else (state._replace(drafter=()), 0)
