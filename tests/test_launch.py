@@ -211,7 +211,7 @@ def test_many_faults_are_one_line(files, tmp_path):
   assert line.count('needed; ') >= 1
 
 
-@pytest.mark.parametrize('name', ['bench', 'cost'])
+@pytest.mark.parametrize('name', ['bench', 'cost', 'compare'])
 def test_questions_need_a_tokenizer(files, name, tmp_path):
   done = launch(name, *files, f'--out={tmp_path / "out"}')
   assert done.returncode == 2

@@ -190,7 +190,7 @@ def test_files_are_what_the_engines_look_for(target, tmp_path):
     ({'norm_before_residual': True, 'window': 3}, 'safeailab', r"\['window', 'norm_before_residual'\]"),
     ({'norm_before_residual': True}, 'sglang', r"\['norm_before_residual'\]"),
     ({'window': 3, 'qk_norm': True}, 'sglang', r"\['qk_norm', 'window'\]"),
-    ({'qkv_bias': True}, 'speculators', 'qkv_bias True without o_bias'),
+    ({'qkv_bias': True}, 'speculators', 'qkv_bias True, but o_bias False'),
     ({'fc_bias': True}, 'speculators', r"\['fc_bias'\]"),
     ({'taps': ()}, 'speculators', 'the final feature alone'),
     ({}, 'safeailab', r"cannot express \['taps'\]"),

@@ -17,7 +17,8 @@ from eagle_jax.draft import export
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.kinds import kind_of
-from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
+from eagle_jax.evaluate.answered import Answered, Timed
+from eagle_jax.evaluate.calibration import AnswerTokens, calibrate, make_examples
 from eagle_jax.evaluate.features import choose_taps, features
 from eagle_jax.evaluate.trace import trace
 from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
@@ -137,6 +138,22 @@ def test_recorded_text_with_taps_gives_the_acceptance_of_decoding(target, tappin
     bare = [one._replace(feature=one.feature[:, :32]) for one in examples]
     with pytest.raises(ValueError, match=rf'{32 * (1 + len(drafter.config.taps))} numbers a token.*hold 32'):
       trace(target, drafter, bare, policy=Chain(3))
+
+
+def test_an_eagle3_head_is_calibrated_and_drafts_in_8_bits(target):
+  drafter, policy = eagle3(), Chain(2)
+  prompt, how = [1, 2, 3], {'max_new_tokens': 8, 'eos_ids': ()}
+  plain = generate(target, None, [prompt], **how)
+  made = generate(target, drafter.quantised(), [prompt], policy=policy, trace=True, **how)
+  assert made.tokens == plain.tokens
+  assert len(made.trace[0]) == len(made.num_accepted[0])
+  timed = Timed(plain.tokens[0], [], nodes_per_pass=1, levels_per_pass=0, prefill_s=0, decode_s=0)
+  question = {'task': 'a', 'question_id': '0', 'turn': 0, 'temperature': 0.0, 'repeat': 0, 'row_id': 0, 'gap': None}
+  found = calibrate(
+    target, drafter, [Answered(**question, prompt=prompt, plain=timed, spec=timed)], policy=policy, seed=0
+  )
+  assert sum(found['num_nodes']) >= 4  # places that are tried
+  assert 0 <= found['expected_error'] <= 1
 
 
 def float_features(target, drafter, answers) -> list[np.ndarray]:
