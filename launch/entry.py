@@ -44,12 +44,12 @@ def run(main, *, starts_often: bool = False):
       print('interrupted', file=sys.stderr)
       sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, SyntaxError) as error:  # a wrong value, path or configuration
-      output.fail(str(error))
+      output.fail(str(error), is_left_alone=isinstance(error, TimeoutError) and jax.distributed.is_initialized())
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
       first = str(error).partition('\n')[0]
       if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in first:
         if jax.distributed.is_initialized():
-          output.fail(f'this process cannot go on, as if another had ended ({first}): see what the others print.')
+          output.fail(first, is_left_alone=True)
         raise
       advice = 'a smaller --batch_size, fewer tokens, --dtype=bfloat16, or more devices a model (--num_model)'
       output.fail(f'out of memory ({first}): try {advice}.')

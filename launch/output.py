@@ -27,8 +27,15 @@ def print_statistics(stats: dict) -> None:
   print(line.format(**stats), file=sys.stderr)
 
 
-def fail(reason: str) -> None:
-  """Print the reason in one line, and exit with code 2; one of several processes without waiting for the others."""
+def fail(reason: str, *, is_left_alone: bool = False) -> None:
+  """Print the reason in one line, and exit with code 2; one of several processes without waiting for the others.
+
+  Args:
+    reason: what went wrong.
+    is_left_alone: whether the cause is that another process seems to have ended.
+  """
+  if is_left_alone:
+    reason = f'this process cannot go on, as if another had ended ({reason}): see what the others print.'
   print('error:', '; '.join(map(str.strip, reason.splitlines())), file=sys.stderr, flush=True)
   drop()
   if jax.distributed.is_initialized():

@@ -167,11 +167,10 @@ def test_the_slurm_script_trains_until_a_process_dies(tmp_path):
   (tmp_path / 'prompts.txt').write_text('\n'.join(f'prompt {n}' for n in range(40)), encoding='utf-8')
   flags = [f'--config={tmp_path / "training.py"}', f'--prompts={tmp_path / "prompts.txt"}', f'--out={out}']
   with started_script(
-    'slurm.sh', 'launch/train.py', *flags, '--report_every=2', folder=programs, PYTHON=sys.executable,
+    'slurm.sh', 'launch/train.py', *flags, '--report_every=100', folder=programs, PYTHON=sys.executable,
     SLURM_JOB_ID=free_job(),
   ) as script:  # fmt: skip
-    metrics = out / 'held_out.csv'
-    while not metrics.exists() or len(metrics.read_text(encoding='utf-8').splitlines()) < 3:
+    while not any(path.name.isdigit() for path in (out / 'checkpoints').glob('*')):  # one is whole, and it goes on
       assert script.poll() is None, script.communicate()
       time.sleep(0.2)
     os.kill(int((programs / '1').read_text(encoding='utf-8')), signal.SIGKILL)

@@ -134,7 +134,9 @@ class Checkpoints:
   def __enter__(self) -> 'Checkpoints':
     return self
 
-  def __exit__(self, *_) -> None:
+  def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+    if kind is not None and issubclass(kind, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+      return  # another process may have ended, and writing waits for all of them
     with self._writing():
       self._manager.wait_until_finished()
     self._manager.close()
