@@ -2,10 +2,10 @@
 
     for variant in eagle2 taps five_steps noise lk length; do
       python launch/train.py --config=configs/smollm2_taps_ablation.py --variant=$variant --prompts=PROMPTS.jsonl.gz \
-        --out=runs/smollm2_taps --initial=smollm2-135m-eagle2 --report_every=60
+        --out=runs/smollm2_taps --initial=smollm2-135m-eagle2 --report_every=100
     done
 
-Shards and folders are those of configs/smollm2_taps.py. The held-out metrics of each stand in
+The shards are the first ones of configs/smollm2_taps.py. The held-out metrics of each stand in
 runs/smollm2_taps/VARIANT/held_out.csv: taus of 60 and 8 nodes, over greedy and sampled answers. Two CPU cores.
 """
 
@@ -16,8 +16,11 @@ from pathlib import Path
 from eagle_jax.train.step import Objective
 
 _FULL = runpy.run_path(str(Path(__file__).with_name('smollm2_taps.py')))
-TARGET, DRAFTER, DATA = _FULL['TARGET'], _FULL['DRAFTER'], _FULL['DATA']
-RECIPE = dataclasses.replace(_FULL['RECIPE'], num_steps=60, warmup_steps=10)
+TARGET, DRAFTER = _FULL['TARGET'], _FULL['DRAFTER']
+DATA = {
+  name: dataclasses.replace(_FULL['DATA'][name], num_shards=count) for name, count in (('short', 12), ('long', 2))
+}
+RECIPE = dataclasses.replace(_FULL['RECIPE'], num_steps=100, warmup_steps=10)
 NUM_TRACED = 64
 
 
