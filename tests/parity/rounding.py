@@ -17,8 +17,10 @@ from tqdm import tqdm
 
 import eagle_jax
 from eagle_jax.bench import questions
+from eagle_jax.bench.measure import gap_at_divergence
 from eagle_jax.decode.generate import Generation
 from eagle_jax.models.transformer import Target
+from eagle_jax.sampling import Sampling
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
@@ -66,15 +68,16 @@ def main(_: Sequence[str]) -> None:
   print(f'same greedy token: {np.mean(same):.4f}')
   print('perplexity of the answers:', {dtype: round(float(np.exp(np.mean(each))), 4) for dtype, each in nats.items()})
   for temperature, dtype in itertools.product(TEMPERATURES, targets):
-    found, num_same = [], 0
+    found, gaps, sampling = [], [], Sampling.of(temperature=temperature)
     for number, prompt in enumerate(tqdm(prompts, desc=f'{dtype}, temperature {temperature:g}')):
       options = {'max_new_tokens': FLAGS.max_new_tokens, 'temperature': temperature, 'row_ids': [number]}
       plain = eagle_jax.generate(targets[dtype], None, [prompt], **options)
       found.append(eagle_jax.generate(targets[dtype], drafters[dtype], [prompt], policy=POLICY, **options))
-      num_same += plain.tokens == found[-1].tokens
-    print(
-      f'{dtype}, temperature {temperature:g}: tau {tau(found):.3f}, same texts as plain {num_same} of {len(prompts)}'
-    )
+      texts = plain.tokens[0], found[-1].tokens[0]
+      gaps.append(gap_at_divergence(targets[dtype], prompt, *texts, sampling, number))
+    parted = [round(gap, 6) for gap in gaps if gap is not None]
+    says = f'{len(parted)} of {len(prompts)} texts part from plain decoding, at gaps of {parted}'
+    print(f'{dtype}, temperature {temperature:g}: tau {tau(found):.3f}, {says}')
 
 
 if __name__ == '__main__':
