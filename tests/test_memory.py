@@ -27,14 +27,18 @@ CONTENT = {
   'intermediate_size': 4096, 'max_position_embeddings': 2048, 'rms_norm_eps': 1e-5,
 }  # fmt: skip
 PEAK = """
-import re, resource, sys
+import re, sys
 import jax
 from eagle_jax import hub
+
+def status(name):  # `ru_maxrss` would begin with what the process that started this one takes
+  return 1024 * int(re.search(name + r':\\s+(\\d+)', open('/proc/self/status').read())[1])
+
 jax.numpy.zeros(1).block_until_ready()
-before = int(re.search(r'VmRSS:\\s+(\\d+)', open('/proc/self/status').read())[1])  # not the most so far
+before = status('VmRSS')
 target = hub.load_target(sys.argv[1], dtype=sys.argv[2])
 size = sum(x.nbytes for x in jax.tree.leaves(target.params))
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) - size, size)
+print(status('VmHWM') - before - size, size)
 """
 
 
