@@ -15,7 +15,29 @@ from eagle_jax.policy.tuned import TunedTree
 
 
 @dataclasses.dataclass(frozen=True)
-class SVIP(TunedTree):
+class EntropyTree(TunedTree):
+  """The base of trees whose rules bound rejection by entropy.
+
+  Attributes:
+    scale: c above, 1 / nats.
+  """
+
+  max_depth: int = 10
+  scale: float = 0.15
+  needs_entropy: ClassVar[bool] = True
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.scale < 0:
+      raise ValueError(f'{type(self).__name__}: `scale` must be at least 0, got {self.scale}.')
+
+  def rejection(self, arrays: Any, level: Level) -> jax.Array:
+    """Bound the probability that each frontier node is rejected, by the entropy that it was drawn from: [B, W] f32."""
+    return jnp.sqrt(arrays['scale'] * level.entropy)
+
+
+@dataclasses.dataclass(frozen=True)
+class SVIP(EntropyTree):
   """A dynamic tree that stops where every node of a frontier comes from a distribution of high entropy.
 
   With `width=1, fanout=1` this is the paper's rule for chains. Its tree is ours, since none was published.
@@ -30,28 +52,9 @@ class SVIP(TunedTree):
     (2, 4, 8)
   """
 
-  max_depth: int = 10
-  scale: float = 0.15
   most_rejected: float = 0.3
   name: ClassVar[str] = 'svip'
   tunable: ClassVar[tuple[str, ...]] = 'scale', 'most_rejected'
-  needs_entropy: ClassVar[bool] = True
-
-  def __post_init__(self):
-    super().__post_init__()
-    require_scale(self)
 
   def keep_going(self, arrays: Any, level: Level) -> jax.Array:
-    is_used_BW = level.is_live[:, None] & (level.log_q > -jnp.inf)
-    return (is_used_BW & (rejection(arrays, level) <= arrays['most_rejected'])).any()
-
-
-def require_scale(policy: Any) -> None:
-  """Raise a ValueError if the policy's `scale` has no square root."""
-  if policy.scale < 0:
-    raise ValueError(f'{type(policy).__name__}: `scale` must be at least 0, got {policy.scale}.')
-
-
-def rejection(arrays: Any, level: Level) -> jax.Array:
-  """Bound the probability that each frontier node is rejected, by the entropy that it was drawn from: [B, W] f32."""
-  return jnp.sqrt(arrays['scale'] * level.entropy)
+    return (level.is_used & (self.rejection(arrays, level) <= arrays['most_rejected'])).any()

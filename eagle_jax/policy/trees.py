@@ -40,6 +40,11 @@ class Level(NamedTuple):
   entropy: Any = None
   child_entropy: Any = None
 
+  @property
+  def is_used(self) -> jax.Array:
+    """Return which frontier nodes are used, [B, W] bool: none in sequences that are done."""
+    return self.is_live[:, None] & (self.log_q > -jnp.inf)
+
 
 class TreePolicy:
   """A rule for which trees to draft and how many of their nodes to verify. Subclass it as a frozen dataclass.
