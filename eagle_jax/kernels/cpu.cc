@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -48,6 +48,18 @@ using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
 using Ints = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t))));
 using Shorts = int16_t __attribute__((vector_size(2 * kLanes * sizeof(int16_t))));
 
+// Adds a product, rounded once where the machine can. Written out: GCC leaves it to the CPU's model and to the loop around
+// it whether `sum + a * b` is one operation, so that two shapes could round differently.
+inline void MultiplyAdd(Floats& sum, const Floats& a, const Floats& b) {
+#if defined(__AVX512BW__)
+  sum = Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
+#elif defined(__FMA__)
+  sum = Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(sum)));
+#else
+  sum += a * b;
+#endif
+}
+
 // The types that weights are multiplied in: `Input` is a column's, `Sum` holds kLanes sums, and `Vector` the kStep
 // numbers that are added to them at a time.
 template <typename Weight>
@@ -65,7 +77,7 @@ struct Arithmetic<float> {
     std::memcpy(&vector, from, sizeof vector);
     return vector;
   }
-  static void Add(Sum& sum, const Vector& w, const Vector& x) { sum += w * x; }
+  static void Add(Sum& sum, const Vector& w, const Vector& x) { MultiplyAdd(sum, w, x); }
   static Floats ToFloats(const Sum& sum) { return sum; }
 };
 
@@ -172,7 +184,9 @@ void MultiplyBlock(const Product<Weight>& p, size_t row, int column) {
     for (size_t i = begin; i < whole; i += A::kStep) add(i, [](const Weight* from) { return A::Load(from); });
     if (whole < end) add(whole, [&](const Weight* from) { return LoadPart(from, end - whole); });
     for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kColumns; ++c) total[r][c] += A::ToFloats(sum[r][c]) * p.unit[(column + c) * p.blocks + b];
+      for (int c = 0; c < kColumns; ++c) {
+        MultiplyAdd(total[r][c], A::ToFloats(sum[r][c]), Floats{} + p.unit[(column + c) * p.blocks + b]);
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) {

@@ -158,8 +158,9 @@ def _register(name: str, path: Path) -> None:
   library = ctypes.CDLL(str(path))
   jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.eagle_matmul), platform='cpu')
   rng = np.random.default_rng(0)
-  weights = rng.standard_normal((50, 75), np.float32), rng.integers(-127, 128, (50, 75), np.int8)
-  x_IR, counts = rng.standard_normal((75, 70), np.float32), (1, 3, 8, 11, 70)
+  shape = 50, 2_123  # more than two of the blocks that share a unit, and no whole number of vectors
+  weights = rng.standard_normal(shape, np.float32), rng.integers(-127, 128, shape, np.int8)
+  x_IR, counts = rng.standard_normal((shape[1], 70), np.float32), (1, 2, 3, 4, 8, 11, 70)
 
   def products(weights: Any, x_IR: jax.Array) -> Any:
     return [[_call(weight_OI, x_IR[:, :count], name) for count in counts] for weight_OI in weights]
