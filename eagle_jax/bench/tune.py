@@ -279,11 +279,10 @@ def plain_answers(
 
 
 def calibration(
-  target: Target, drafter: Drafter, temperature: float, answers: Sequence[Example], *, policy: TreePolicy
+  target: Target, drafter: Drafter, answers: Sequence[Example], *, traced: Traced, temperature: float
 ) -> Calibration:
-  """Calibrate along answers of one temperature, with trees that contain all smaller candidates."""
-  nodes = observe(target, drafter, answers, policy=policy)
-  traced = trace(target, drafter, answers, policy=policy)
+  """Calibrate along the answers of one temperature, traced with trees that contain those of all candidates."""
+  nodes = observe(target, drafter, answers, policy=traced.policy)
   return path_values(nodes, traced, temperature=temperature)
 
 
@@ -315,8 +314,8 @@ def tune(
 ) -> Costs:
   """Choose a draft vocabulary and its bits, time the parts of a step, and find the fastest policy.
 
-  The rates of all `CANDIDATES` are modelled from traces, for the first context. The prompts are then decoded with the
-  best of them and with similar adaptive trees.
+  The rates of `CANDIDATES` are modelled from traces, for the first context. The prompts are then decoded with the best
+  of them and with similar adaptive trees.
 
   Args:
     target, drafter: the pair.
@@ -336,13 +335,20 @@ def tune(
   drafter = drafter.reduced(best.num_ids, is_quantised=best.is_quantised)
   timings = measure_times(target, drafter, batch=batch, contexts=contexts, progress=progress)
   candidates = [policy for policy in CANDIDATES if max(policy.fanouts) <= best.num_ids]
-  modelled = model_rates(target, drafter, greedy, candidates, timings=timings, progress=progress)
   widest = max(candidates, key=lambda policy: policy.num_nodes)
+  traced = {temperature: trace(target, drafter, one, policy=widest) for temperature, one in answers.items()}
+  others = [policy for policy in candidates if policy != widest]
+  modelled = model_rates(
+    target, drafter, greedy, others, widest=traced[TEMPERATURES[0]], timings=timings, progress=progress
+  )
   costs = Costs(
     **vars(timings),
     policies=modelled,
     modelled=modelled,
-    calibrations=tuple(calibration(target, drafter, *one, policy=widest) for one in answers.items()),
+    calibrations=tuple(
+      calibration(target, drafter, answers[temperature], traced=one, temperature=temperature)
+      for temperature, one in traced.items()
+    ),
     num_ids=best.num_ids,
     is_quantised=best.is_quantised,
     vocabularies=tried,
@@ -359,36 +365,49 @@ def model_rates(
   answers: Sequence[Example],
   policies: Sequence[TreePolicy],
   *,
+  widest: Traced,
   timings: Timings,
   progress: Callable,
 ) -> tuple[Rate, ...]:
-  """Model the rates of policies and of plain decoding, as traced tau over modelled step; best first."""
-  taus: dict[TreePolicy, float] = {Plain(): 1.0}
-  for policy in progress(policies, desc='traces'):
-    taus[policy] = trace(target, drafter, answers, policy=policy).tau
+  """Model the rates of policies and of plain decoding, as traced tau over modelled step; best first.
+
+  A policy is traced only if it would be the fastest so far with the tau of `widest`, whose trees contain all others.
+  """
   times = timings.times[0]
-  rates = [
-    Rate.of(policy, tok_per_s=1000 * timings.batch * taus[policy] / times.step_ms(policy), tau=taus[policy])
-    for policy in taus
-  ]
+
+  def modelled(policy: TreePolicy, tau: float) -> Rate:
+    return Rate.of(policy, tok_per_s=1000 * timings.batch * tau / times.step_ms(policy), tau=tau)
+
+  rates = [modelled(Plain(), 1.0), modelled(widest.policy, widest.tau)]
+  for policy in progress(sorted(policies, key=times.step_ms), desc='traces'):
+    most = modelled(policy, min(policy.max_depth + 1, widest.tau * (1 + SLACK)))
+    if most.tok_per_s > max(rate.tok_per_s for rate in rates):
+      rates.append(modelled(policy, trace(target, drafter, answers, policy=policy).tau))
   return tuple(sorted(rates, key=lambda rate: -rate.tok_per_s))
 
 
 def try_vocabularies(
   target: Target, drafter: Drafter, answers: Sequence[Example], *, batch: int, num_prompt: int, progress: Callable
 ) -> tuple[Vocabulary, ...]:
-  """Measure the drafter with all its ids, with the first half, the first quarter, ...; unchanged and quantised."""
+  """Measure the drafter as it is, quantised, and with its first half, quarter, ... of ids in the faster of the two."""
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   tokens = np.concatenate([answer.token[answer.is_answer] for answer in answers])
-  num_halvings = 0 if drafter.has_own_head else NUM_HALVINGS
-  sizes = [len(ids) >> n for n in range(num_halvings + 1) if len(ids) >> n]
-  kinds = [*itertools.product(sizes, sorted({drafter.is_quantised, True}))]
-  reduced = {kind: drafter.reduced(kind[0], is_quantised=kind[1]) for kind in kinds}
   policy = Chain(3, lookup=True)
-  variants: Any = {kind: build(target, reduced[kind], policy=policy) for kind in kinds}
-  ms = time_steps(target, variants, batch=batch, num_prompt=num_prompt, progress=progress)
-  taus = {kind: trace(target, reduced[kind], answers, policy=policy).tau for kind in kinds}
-  return tuple(Vocabulary(*kind, float(np.isin(tokens, ids[: kind[0]]).mean()), taus[kind], ms[kind]) for kind in kinds)
+
+  def measured(kinds: Sequence[tuple[int, bool]]) -> tuple[Vocabulary, ...]:
+    reduced = {kind: drafter.reduced(kind[0], is_quantised=kind[1]) for kind in kinds}
+    variants: Any = {kind: build(target, reduced[kind], policy=policy) for kind in kinds}
+    ms = time_steps(target, variants, batch=batch, num_prompt=num_prompt, progress=progress)
+    taus = {kind: trace(target, reduced[kind], answers, policy=policy).tau for kind in kinds}
+    return tuple(
+      Vocabulary(*kind, float(np.isin(tokens, ids[: kind[0]]).mean()), taus[kind], ms[kind]) for kind in kinds
+    )
+
+  whole = measured([(len(ids), is_quantised) for is_quantised in sorted({drafter.is_quantised, True})])
+  num_halvings = 0 if drafter.has_own_head else NUM_HALVINGS
+  sizes = [len(ids) >> n for n in range(1, num_halvings + 1) if len(ids) >> n]
+  is_quantised = largest_of_the_fastest(whole).is_quantised
+  return (*whole, *(measured([(size, is_quantised) for size in sizes]) if sizes else ()))
 
 
 def largest_of_the_fastest(tried: Sequence[Vocabulary]) -> Vocabulary:
