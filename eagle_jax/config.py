@@ -26,6 +26,14 @@ def _require_heads(config) -> None:
     )
 
 
+def _require_ids(config) -> None:
+  if not (isinstance(config.num_ids, numbers.Integral) and 1 <= int(config.num_ids) <= config.vocab_size):
+    raise ValueError(
+      f'{type(config).__name__}: `draft_vocab_size` must be between 1 and vocab_size={config.vocab_size}, or None for '
+      f'all ids, got {config.draft_vocab_size!r}.'
+    )
+
+
 def _require_slowdown(config) -> None:
   slowdown, num_pairs = config.rope_slowdown, (config.rotary_dim or config.head_dim) // 2
   if slowdown and (len(slowdown) != num_pairs or not min(slowdown) > 0):
@@ -179,11 +187,7 @@ class _HeadSizes(_PlainLayer):
     _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
     _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)
     _require_heads(self)
-    if not (isinstance(self.num_ids, numbers.Integral) and 1 <= self.num_ids <= self.vocab_size):
-      raise ValueError(
-        f'{type(self).__name__}: `draft_vocab_size` must be between 1 and vocab_size={self.vocab_size}, or None for '
-        f'all ids, got {self.draft_vocab_size!r}.'
-      )
+    _require_ids(self)
 
   @property
   def num_ids(self) -> int:
@@ -294,6 +298,36 @@ class Eagle3Config(_HeadSizes):
     """
     taps = (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
     return _require_layers(self, taps, num_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaConfig:
+  """Medusa's heads (arXiv:2401.10774): for each depth of a tree, residual blocks over the target's final feature."""
+
+  vocab_size: int  # of the target
+  width: int  # of the target
+  max_depth: int  # heads
+  num_layers: int = 1  # residual blocks of each head
+  own_heads: bool = False  # whether each has a language-model head of its own, as published ones do; else the target's
+  draft_vocab_size: int | None = None  # U of the target's ids; None: all
+  name: str = 'drafter'
+
+  def __post_init__(self):
+    _require_positive(self, 'vocab_size', 'width', 'max_depth', *(() if self.own_heads else ('num_layers',)))
+    _require_ids(self)
+
+  @property
+  def num_ids(self) -> int:
+    """U: number of ids that it drafts."""
+    return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+  @property
+  def target_width(self) -> int:
+    return self.width
+
+  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
+    """Return no layers: the heads read the target's final feature alone."""
+    return ()
 
 
 def _require_layers(drafter: Any, taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

@@ -176,14 +176,14 @@ def _is_same_head(params: dict[str, Any], place: Any) -> bool:
 
 
 def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None, kind: str | None = None) -> Drafter:
-  """Load an EAGLE-1/2 or EAGLE-3 drafter; a folder's config.json says which kind it holds.
+  """Load EAGLE-1/2, EAGLE-3 or Medusa heads; a folder's config.json says which kind it holds.
 
-  Embedding and head stay the target's, but for EAGLE-3, which has a head of its own.
+  Embedding and head stay the target's, but for EAGLE-3 and published Medusa heads, which bring heads of their own.
 
   Args:
     name_or_path: a shipped name; 'ngram', which has no weights and fits every target; or a folder with config.json
-      (ours or a published head's) and safetensors or pytorch_model.bin, of which nothing is executed; or 'org/name' on
-      the Hugging Face hub, as in `load_target`.
+      (ours or a published head's) and safetensors, pytorch_model.bin or medusa_lm_head.pt, of which nothing is
+      executed; or 'org/name' on the Hugging Face hub, as in `load_target`.
     target: the model it drafts for.
     dtype: of the parameters, as in `load_target`; None means the target's. 'int8' means the target's with matrices in
       8 bits, see `Drafter.quantised`.
@@ -263,7 +263,7 @@ def _drafter_folder(name_or_path: str | Path) -> Path:
       'folder with config.json and model.safetensors, or org/name on the Hugging Face hub.'
     )
   path = huggingface.fetch_descriptions(name)
-  huggingface.fetch_weights(name, path, takes_pickles=True)
+  huggingface.fetch_weights(name, path, is_head=True)
   return path
 
 

@@ -93,9 +93,13 @@ def require_whole_share(what: str, batch: int, mesh: Any) -> None:
 
 
 def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
-  """Return the sharding of one parameter, given its keys in the nested dict; a vector of scales follows its matrix."""
+  """Return the sharding of one parameter, given its keys in the nested dict.
+
+  A vector of scales follows its matrix, and so does each of several stacked matrices.
+  """
   axes = PARAM_AXES.get(tuple(path[-2:]), (None,) * len(shape))
-  return NamedSharding(mesh, partition(axes[: len(shape)], shape, mesh))
+  stacked = (None,) * (len(shape) - len(axes))
+  return NamedSharding(mesh, partition((*stacked, *axes[: len(shape)]), shape, mesh))
 
 
 def param_shardings(params: Any, mesh: Mesh | AbstractMesh) -> Any:

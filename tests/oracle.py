@@ -16,10 +16,12 @@ import numpy as np
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewEntries
+from eagle_jax.config import MedusaConfig
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import Params, Spec
 from eagle_jax.decode.step import decode_loop, result
 from eagle_jax.draft.expand import Children, first_width, grow
+from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.ngram import Ngram, NgramConfig
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.models.transformer import Taps
@@ -149,6 +151,27 @@ class OracleDrafter:
 def ngram(vocab_size: int) -> Ngram:
   """The drafter that looks the text up in itself."""
   return Ngram(NgramConfig(vocab_size, target_width=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleMedusa(Medusa):
+  """Medusa's heads without weights: what they score hashes the feature and the depth."""
+
+  def propose(self, params, state, root_B, policy, context):
+    return super().propose({'ids': jnp.arange(self.config.vocab_size)}, state, root_B, policy, context)
+
+  def read(self, params, feature_2R, num_heads: int):
+    return jnp.stack([feature_2R] * num_heads, axis=1)
+
+  def score(self, params, out_2dB):
+    _, num_heads, batch = out_2dB.shape
+    hash_dB = unpack(out_2dB) + jnp.arange(1, num_heads + 1, dtype=jnp.uint32)[:, None]
+    return hash_logits(hash_dB.reshape(-1), vocab_size=self.config.vocab_size).reshape(-1, num_heads, batch)
+
+
+def medusa(vocab_size: int) -> Medusa:
+  """Heads for three depths."""
+  return OracleMedusa(MedusaConfig(vocab_size, width=2, max_depth=3))
 
 
 @dataclasses.dataclass(frozen=True)

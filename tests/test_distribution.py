@@ -104,9 +104,10 @@ def test_draws_of_trees_by_rules_follow_the_target(index):
   assert worst(draws(RULED[index], SAMPLINGS[index], seed=index), exact_of(index)) < 3
 
 
+@pytest.mark.parametrize('make', [oracle.ngram, oracle.medusa], ids=['ngram', 'medusa'])
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
-def test_draws_of_an_ngram_drafter_follow_the_target(policy):
-  drawn = draws(policy, SAMPLINGS[0], seed=7, drafter=oracle.ngram(VOCAB), least_accepted=0.2)
+def test_draws_of_drafters_that_know_nothing_follow_the_target(policy, make):
+  drawn = draws(policy, SAMPLINGS[0], seed=7, drafter=make(VOCAB), least_accepted=0.2)
   assert worst(drawn, exact_of(0)) < 3
 
 

@@ -208,11 +208,12 @@ def test_random_trees_match_plain_decoding():
   assert seen == set(range(5))
 
 
+@pytest.mark.parametrize('make', [oracle.ngram, oracle.medusa], ids=['ngram', 'medusa'])
 @pytest.mark.parametrize('policy', [Chain(4), DynamicTree(3, 3, 3, 8)], ids=lambda p: p.describe())
-def test_ngram_drafter_matches_plain_decoding(policy):
+def test_drafters_that_know_nothing_match_plain_decoding(policy, make):
   """With 13 tokens many repeat by chance, so some drafted tokens are accepted."""
   for sampling in SAMPLINGS:
-    tokens, num_accepted = run(policy, drafter=oracle.ngram(VOCAB), **sampling)
+    tokens, num_accepted = run(policy, drafter=make(VOCAB), **sampling)
     assert tokens == plain(sampling)
     check_counts(tokens, num_accepted)
     assert sum(map(sum, num_accepted)) > NUM_NEW // 10

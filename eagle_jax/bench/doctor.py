@@ -69,9 +69,9 @@ def examine(
 ) -> dict[str, Any]:
   """Examine a pair on prompts, and report what is wrong, with the numbers that show it.
 
-  Three prompts are decoded plainly and with `plan.tree`, greedily and sampled. If the drafter is a head, the target
-  then reads these answers and further prompts once, and the drafter drafts along them, as it is and with each of
-  `diagnosis.repairs`.
+  Three prompts are decoded plainly and with `plan.tree`, greedily and sampled. If the drafter is an EAGLE head, the
+  target then reads these answers and further prompts once, and the drafter drafts along them, as it is and with each
+  of `diagnosis.repairs`.
 
   Args:
     target, drafter: the pair.
@@ -94,7 +94,7 @@ def examine(
   decoded = {temperature: decode_all(target, drafter, asked, temperature, plan) for temperature in TEMPERATURES}
   texts, findings = compare_texts(target, asked, decoded)
   recorded = speed = None
-  if drafter.params:
+  if drafter.params and not kind_of(drafter.config).is_one_pass:
     texts_to_read = join_texts(asked, decoded[0.0], known, max_tokens=min(plan.num_read, target.config.max_context))
     recorded, found = diagnose(target, drafter, *texts_to_read)
     findings += found

@@ -12,17 +12,15 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import entr
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import DrafterConfig
-from eagle_jax.draft.expand import Children, Frontier, first_width, grow
+from eagle_jax.draft.expand import Children, Frontier, first_width, grow, likeliest
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import WEIGHTS, Evidence
 from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.ordering import wait_for
-from eagle_jax.kernels.top_k import top_k
 from eagle_jax.models.layers import (
   AttentionFn,
   CachedAttention,
@@ -102,8 +100,8 @@ class Eagle:
     return out_DBW
 
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
-    """Turn outputs into the inputs of the language-model head, [D, R]: divided, where the target divides its logits."""
-    return out_DR / params['logit_divisor'].astype(out_DR.dtype) if 'logit_divisor' in params else out_DR
+    """Turn outputs into the inputs of the language-model head, [D, R]."""
+    return divide_for_head(params, out_DR)
 
   def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
     """Run T pairs of (next token, feature): outputs [D, B, T], and the memory that `attention` returns."""
@@ -163,17 +161,19 @@ class Eagle:
 
     def step(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
       # A node's feature is the output at its parent; it attends to whatever its parent did, and to itself.
-      of_parent = functools.partial(jnp.take_along_axis, indices=frontier.parent_slot[..., None], axis=1, mode='clip')
+      of_parent_BWM = jnp.take_along_axis(drafted.mask, frontier.parent_slot[..., None], axis=1, mode='clip')
       feature_DBW = jnp.take_along_axis(
         self.next_feature(params, drafted.out), frontier.parent_slot[None], axis=2, mode='clip'
       )
       batch, width = frontier.token.shape
       itself_BWW = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
-      mask_BWM = jnp.concatenate([of_parent(drafted.mask), itself_BWW], axis=2)
+      mask_BWM = jnp.concatenate([of_parent_BWM, itself_BWW], axis=2)
       position_BW = jnp.broadcast_to(length_B[:, None] + (depth - 1), (batch, width))
       nodes = frontier.token, feature_DBW, position_BW, mask_BWM
       out_DBW, memory = self.forward(params, *nodes, state.cache, drafted.memory)
-      match_BWS = None if lookup is None else lookup.extend(of_parent(drafted.match), frontier.token)
+      match_BWS = drafted.match
+      if lookup is not None:
+        match_BWS = lookup.descend(match_BWS, frontier.parent_slot, frontier.token)
       kept = jax.tree.map(lambda x_BGMK: x_BGMK[:, :, width:], memory)
       after = Drafted(out_DBW, mask_BWM[..., width:], kept, match_BWS)
       return children(out_DBW, match_BWS, depth, fanout), after
@@ -221,12 +221,11 @@ class Eagle:
     logits_UR = apply_head(params['head'], out_DR) + noise_UR
     logits_nR = logits_UR if evidence is None else self.add_evidence(params, logits_UR, out_DR, noise, evidence)
     log_p_nR = jax.nn.log_softmax(logits_nR, axis=0)
-    log_p_RC, index_RC = top_k(log_p_nR.T, fanout)
-    token_RC = jnp.take(ids_U, index_RC, mode='clip')
+    best = likeliest(log_p_nR.reshape(-1, *shape_BW), fanout, has_entropy=has_entropy)
+    token_BWC = jnp.take(ids_U, best.token, mode='clip')
     if evidence is not None:
-      token_RC = jnp.where(index_RC < len(ids_U), token_RC, evidence.token.reshape(-1, 1))
-    entropy_BW = entr(jnp.exp(log_p_nR)).sum(axis=0).reshape(shape_BW) if has_entropy else None
-    return Children(token_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout), entropy_BW)
+      token_BWC = jnp.where(best.token < len(ids_U), token_BWC, evidence.token[..., None])
+    return best._replace(token=token_BWC)
 
   def add_evidence(self, params, logits_UR, out_DR, noise: Callable, evidence: Evidence) -> jax.Array:
     """Raise the logits [U, R] of the suggested tokens; with a draft vocabulary, append one logit: [U + 1, R].
@@ -242,6 +241,11 @@ class Eagle:
     logit_R = einsum_float32('dr,dr->r', embed(params['whole_head'], token_R), out_DR) + noise_R + weight_R
     is_new_R = (token_R != NO_TOKEN) & ~is_suggested_UR.any(axis=0)
     return jnp.concatenate([logits_UR, jnp.where(is_new_R, logit_R, -jnp.inf)[None]])
+
+
+def divide_for_head(params, out_DR: jax.Array) -> jax.Array:
+  """Divide what the target's head reads, where the target divides its logits."""
+  return out_DR / params['logit_divisor'].astype(out_DR.dtype) if 'logit_divisor' in params else out_DR
 
 
 def take_position(out_DBP: jax.Array, index_B: jax.Array) -> jax.Array:

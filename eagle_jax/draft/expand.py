@@ -16,6 +16,7 @@ from jax.scipy.special import entr
 
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.kernels.scan import scan
+from eagle_jax.kernels.top_k import top_k
 from eagle_jax.policy.trees import Level, TreePolicy, level_starts
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
@@ -65,6 +66,14 @@ def entropies(children: Children) -> jax.Array:
     rest_BW = jnp.maximum(1 - p_BWC.sum(axis=2), 0)
     entropy_BW = entr(p_BWC).sum(axis=2) + entr(rest_BW)
   return jnp.where(jnp.isnan(entropy_BW), jnp.inf, entropy_BW)
+
+
+def likeliest(log_p_UBW: jax.Array, fanout: int, *, has_entropy: bool = False) -> Children:
+  """Take the `fanout` likeliest of U tokens after each node; they are given as 0 .. U - 1."""
+  num_ids, *shape_BW = log_p_UBW.shape
+  log_p_RC, index_RC = top_k(log_p_UBW.reshape(num_ids, -1).T, fanout)
+  entropy_BW = entr(jnp.exp(log_p_UBW)).sum(axis=0) if has_entropy else None
+  return Children(index_RC.reshape(*shape_BW, fanout), log_p_RC.reshape(*shape_BW, fanout), entropy_BW)
 
 
 def expand(

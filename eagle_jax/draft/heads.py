@@ -1,4 +1,4 @@
-"""Read the folders in which EAGLE heads are published; which layout a folder has shows in its config.json."""
+"""Read the folders in which EAGLE and Medusa heads are published; config.json shows which layout a folder has."""
 
 import logging
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, MedusaConfig, TargetConfig
 from eagle_jax.models.families import FAMILIES
 from eagle_jax.weights.folder import llama_fields, read_json, read_names, read_tensors
 from eagle_jax.weights.layouts import Keys
@@ -185,6 +185,28 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   return config
 
 
+def read_medusa(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> MedusaConfig | None:
+  """Read the config of published Medusa heads; None if it is of another kind.
+
+  It says neither widths, which are the target's, nor for sure how many heads there are, which the tensors tell.
+
+  Raises:
+    ValueError: a key that is not known, or fewer heads than the config says.
+  """
+  if 'medusa_num_heads' not in content:
+    return None
+  keys = Keys(content)
+  keys.get('base_model_name_or_path')
+  num_heads = len({name.partition('.')[0] for name in read_names(folder)})
+  if num_heads < (said := int(keys.get('medusa_num_heads', 0))):
+    raise ValueError(f'{folder} holds {num_heads} heads, and medusa_num_heads is {said}: fetch the whole folder again.')
+  config = MedusaConfig(
+    target.vocab_size, target.width, num_heads, int(keys.get('medusa_num_layers', 1)), own_heads=True, name=folder.name
+  )
+  keys.require_known(folder, 'heads that cannot be drafted with')
+  return config
+
+
 def _eagle3_layer(folder: Path, keys: Keys, is_midlayer: bool, is_deepspec: bool) -> tuple[Keys, int | None]:
   """Return the keys of the layer, and its window."""
   if _SPECULATORS in keys:
@@ -348,7 +370,7 @@ def canonical(name: str) -> str:
 
 
 def read_head_tensors(
-  folder: Path, config: DrafterConfig | Eagle3Config, is_the_targets: Callable[[np.ndarray], bool], *, is_own: bool
+  folder: Path, config: Any, is_the_targets: Callable[[np.ndarray], bool], *, is_own: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Yield the tensors of a drafter's folder by their canonical names, but for an embedding that is the target's.
 

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
-from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors
+from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors, read_medusa
+from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.model import Model, ModelConfig, no_file
 from eagle_jax.draft.ngram import Ngram, NgramConfig
-from eagle_jax.draft.tables import eagle3_table, eagle_table, eagle_taps_table
+from eagle_jax.draft.tables import eagle3_table, eagle_table, eagle_taps_table, medusa_table
 from eagle_jax.weights.folder import naming_config
 from eagle_jax.weights.naming import Table
 
@@ -40,12 +41,24 @@ class Kind:
   read_tensors: Callable[..., Iterator[tuple[str, Any]]] = _no_tensors  # see `heads.read_head_tensors`
   # What it takes from the target where it has none of its own: 'embed', 'head', and 'ids' to draft.
   borrows: frozenset[str] = frozenset()
+  is_one_pass: bool = False  # whether all levels come of one pass, and none reads the outputs of the one before
   has_logits: bool = True  # so that a policy's `lookup` can raise some of them
   # Makes the config of a kind without weights, which is loaded by the kind's name; None of a kind with weights.
   for_target: Callable[[TargetConfig], Any] | None = None
 
 
+# In the order in which they are asked whose a published folder is.
 KINDS: dict[str, Kind] = {
+  'medusa': Kind(
+    'Medusa',
+    MedusaConfig,
+    Medusa,
+    tensor_table=medusa_table,
+    read_config=read_medusa,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'head', 'ids'}),
+    is_one_pass=True,
+  ),
   'eagle2': Kind(
     'EAGLE-1/2',
     DrafterConfig,

@@ -55,6 +55,11 @@ class TextLookup(NamedTuple):
     before_BWS = jnp.pad(match_BWS[..., :-1], ((0, 0), (0, 0), (1, 0)))
     return jnp.where(agrees_BWS, jnp.minimum(before_BWS + 1, MAX_MATCH), 0)
 
+  def descend(self, match_BWS: jax.Array, parent_slot_BW: jax.Array, token_BW: jax.Array) -> jax.Array:
+    """Extend the match of each node's parent, named by its place in the level above, by the node's own token."""
+    of_parent_BWS = jnp.take_along_axis(match_BWS, parent_slot_BW[..., None], axis=1, mode='clip')
+    return self.extend(of_parent_BWS, token_BW)
+
   def find_next(self, match_BWS: jax.Array, weights: Sequence[Any] | jax.Array = WEIGHTS) -> Evidence:
     """Find the token that followed the longest earlier match of each path; of equally long matches, the latest.
 

@@ -60,8 +60,7 @@ class Ngram:
     lookup = context.lookup
 
     def step(match_BWS, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, jax.Array]:
-      match_BWS = jnp.take_along_axis(match_BWS, frontier.parent_slot[..., None], axis=1, mode='clip')
-      match_BWS = lookup.extend(match_BWS, frontier.token)
+      match_BWS = lookup.descend(match_BWS, frontier.parent_slot, frontier.token)
       return suggest(lookup, match_BWS, fanout), match_BWS
 
     match_B1S = lookup.match()

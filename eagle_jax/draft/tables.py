@@ -1,10 +1,11 @@
-"""Tensor names of published EAGLE heads, as `heads.canonical` gives them."""
+"""Tensor names of published heads, as `heads.canonical` gives them."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig
+from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig
 from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, projection_entries
 
 
@@ -53,6 +54,22 @@ def eagle3_table(config: Eagle3Config) -> Table:
   return _table(config, entries)
 
 
+def medusa_table(config: MedusaConfig) -> Table:
+  """Make the table of Medusa's heads: of head d, block j is `d.j.linear`, and what follows the blocks its own head."""
+  num_heads, width, entries = config.max_depth, config.width, {}
+  for head, layer in itertools.product(range(num_heads), range(config.num_layers)):
+    name, path = f'{head}.{layer}.linear', f'block_{layer}'
+    for leaf, shape in (('weight', (width, width)), ('bias', (width,))):
+      entries[f'{name}.{leaf}'] = Entry((path, leaf), shape, (num_heads, *shape), np.s_[head])
+  if config.own_heads:
+    shape = config.num_ids, width
+    entries |= {
+      f'{head}.{config.num_layers}.weight': Entry(('head', 'weight'), shape, (num_heads, *shape), np.s_[head])
+      for head in range(num_heads)
+    }
+  return Table(entries | _draft_vocabulary(config))
+
+
 # Tables that RoPE recomputes, and what training needed of the target.
 _IGNORED = frozenset({
   'rotary_emb.inv_freq', 'layers.0.self_attn.rotary_emb.inv_freq', 'verifier_norm.weight', 'verifier_lm_head.weight',
@@ -67,7 +84,7 @@ def _table(config: DrafterConfig | Eagle3Config, entries: dict[str, Entry]) -> T
   return Table(entries | _draft_vocabulary(config) | embedding, _IGNORED, optional)
 
 
-def _draft_vocabulary(config: DrafterConfig | Eagle3Config) -> dict[str, Entry]:
+def _draft_vocabulary(config: DrafterConfig | Eagle3Config | MedusaConfig) -> dict[str, Entry]:
   if config.draft_vocab_size is None:
     return {}
   shape = (config.draft_vocab_size,)

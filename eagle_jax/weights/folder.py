@@ -60,12 +60,14 @@ class _File(NamedTuple):
 
 
 WHOLE, PICKLED = 'model.safetensors', 'pytorch_model.bin'
+MEDUSA = 'medusa_lm_head.safetensors', 'medusa_lm_head.pt'
+_PICKLES = '.bin', '.pt'
 _INDEX = '.index.json'
-_WEIGHTS = WHOLE, WHOLE + _INDEX, PICKLED, PICKLED + _INDEX
+_WEIGHTS = WHOLE, WHOLE + _INDEX, PICKLED, PICKLED + _INDEX, *MEDUSA
 
 
 def read_tensors(folder: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-  """Yield (name, array) from the first of model.safetensors, its shards, pytorch_model.bin and its shards.
+  """Yield (name, array) from the first of model.safetensors, its shards, pytorch_model.bin, its shards, Medusa's heads.
 
   Of shards, each gives the tensors that their index says are in it, and no others.
 
@@ -77,14 +79,14 @@ def read_tensors(folder: Path, names: Collection[str] | None = None) -> Iterator
     raise ValueError(f'{folder} holds none of {", ".join(_WEIGHTS)}: fetch one of them.')
   for path, meant in files:
     asked = meant if names is None else frozenset(names) if meant is None else meant & frozenset(names)
-    yield from (read_pickled if path.suffix == '.bin' else read_safetensors)(path, asked)
+    yield from (read_pickled if path.suffix in _PICKLES else read_safetensors)(path, asked)
 
 
 def read_names(folder: Path) -> frozenset[str]:
   """Return the names of the tensors that `read_tensors` yields, without reading one; none where there is no file."""
   names: set[str] = set()
   for path, meant in _weight_files(folder):
-    there = pickled_names(path) if path.suffix == '.bin' else safetensors_names(path)
+    there = pickled_names(path) if path.suffix in _PICKLES else safetensors_names(path)
     names |= {*there} if meant is None else meant.intersection(there)
   return frozenset(names)
 

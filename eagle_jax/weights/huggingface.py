@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from eagle_jax.weights.folder import PICKLED, WHOLE, named_shards
+from eagle_jax.weights.folder import MEDUSA, PICKLED, WHOLE, named_shards
 
 log = logging.getLogger('eagle_jax')
 
@@ -52,31 +52,32 @@ def fetch_descriptions(name: str) -> Path:
   return folder
 
 
-def fetch_weights(name: str, folder: Path, *, takes_pickles: bool = False) -> None:
+def fetch_weights(name: str, folder: Path, *, is_head: bool = False) -> None:
   """Fetch weights into the folder that `fetch_descriptions` made: model.safetensors, or the shards of its index.
 
   Args:
     name: as given there.
     folder: what it returned.
-    takes_pickles: whether pytorch_model.bin will do where there are no safetensors.
+    is_head: whether pytorch_model.bin or a file of Medusa's heads will do where there are none of these.
 
   Raises:
     ValueError: as `fetch_descriptions`; or the repository has no such files.
   """
   shards = [path.name for path in named_shards(folder)]
+  of_heads = (PICKLED, *MEDUSA) if is_head else ()
 
   def is_complete() -> bool:
-    ways = [[WHOLE], *([shards] if shards else []), *([[PICKLED]] if takes_pickles else [])]
+    ways = [[WHOLE], *([shards] if shards else []), *([file] for file in of_heads)]
     return any(all((folder / file).is_file() for file in files) for files in ways)
 
   commit = f'{_repository(name)}@{folder.name}'
   if not is_complete():
     _fetch(commit, (WHOLE, *shards))
-  if not is_complete() and takes_pickles:
-    _fetch(commit, (PICKLED,))
+  if not is_complete() and is_head:
+    _fetch(commit, of_heads)
   if not is_complete():
     raise ValueError(
-      f'{name} has no {WHOLE}{f" or {PICKLED}" if takes_pickles else ""} on the hub, whole or in shards, and other '
+      f'{name} has no {" or ".join((WHOLE, *of_heads))} on the hub, whole or in shards, and other '
       f'weights are not fetched by name: run `hf download {_repository(name)} --local-dir FOLDER`, and pass the folder.'
     )
 

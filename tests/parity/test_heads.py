@@ -4,6 +4,7 @@ The rendering runs whole sequences anew and knows neither caches nor trees.
 """
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -21,6 +22,7 @@ from torch_heads import (
   D,
   Switches,
   U,
+  V,
   assert_close,
   drafted_outputs,
   eagle3_weights,
@@ -28,6 +30,7 @@ from torch_heads import (
   fused,
   our_outputs,
   told,
+  weights,
 )
 
 import tiny
@@ -123,6 +126,32 @@ def test_text_with_an_eagle3_head_is_plain(target, tmp_path, layout):
   again = hub.load_drafter(ours, target)
   assert dataclasses.replace(again.config, name=drafter.config.name) == drafter.config
   jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+
+
+def medusa_logits(w, feature, num_heads, num_layers):
+  logits = []
+  for head in range(num_heads):
+    x = feature
+    for layer in range(num_layers):
+      name = f'{head}.{layer}.linear'
+      x = x + torch.nn.functional.silu(x @ w[f'{name}.weight'].T + w[f'{name}.bias'])
+    logits.append(x @ w[f'{head}.{num_layers}.weight'].T)
+  return torch.stack(logits)
+
+
+@pytest.mark.parametrize('num_layers', [0, 1, 2])
+def test_medusa_heads(target, tmp_path, num_layers):
+  shapes = {f'{head}.{num_layers}.weight': (V, D) for head in range(5)}
+  for head, layer in itertools.product(range(5), range(num_layers)):
+    shapes |= {f'{head}.{layer}.linear.weight': (D, D), f'{head}.{layer}.linear.bias': (D,)}
+  w = weights(shapes)
+  torch.save(w, tmp_path / 'medusa_lm_head.pt')
+  content = {'base_model_name_or_path': 'a', 'medusa_num_heads': 2, 'medusa_num_layers': num_layers}
+  params, spec = decode.build(target, load(tmp_path, content, target), policy=DynamicTree(2, 2, 5, 4))
+  feature = told((D, 3))
+  network = spec.drafter
+  ours_Ud3 = network.score(params.drafter, network.read(params.drafter, jnp.asarray(feature), 5))
+  assert_close(np.asarray(ours_Ud3).transpose(1, 2, 0), medusa_logits(w, torch.tensor(feature.T), 5, num_layers))
 
 
 def test_taps_are_what_enters_a_layer(target):
