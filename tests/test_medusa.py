@@ -1,4 +1,4 @@
-"""Medusa's heads: what they offer, the text with them, and their files."""
+"""Medusa's heads: what they offer, the text with them, their files, and that each learns its own distance."""
 
 import dataclasses
 import json
@@ -18,8 +18,12 @@ from eagle_jax.draft.expand import Children
 from eagle_jax.draft.kinds import kind_of, tensor_table
 from eagle_jax.draft.lookup import Evidence
 from eagle_jax.draft.medusa import Medusa, add_evidence
+from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree
+from eagle_jax.train.flops import step_flops
+from eagle_jax.train.loop import train
+from eagle_jax.train.step import Objective, Recipe
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.safetensors import write_safetensors
 
@@ -182,3 +186,63 @@ def test_a_config_without_blocks_or_heads_is_refused():
     MedusaConfig(V, D, max_depth=3, num_layers=0)
   with pytest.raises(ValueError, match='draft_vocab_size'):
     MedusaConfig(V, D, max_depth=3, draft_vocab_size=V + 1)
+
+
+# Training.
+
+PERIOD = 12
+RECIPE = Recipe(
+  num_steps=80, num_rows=2, num_places=32, warmup_steps=2, learning_rate=0.05, weight_decay=0.0, feature_noise=0.0,
+  objective=Objective(regression=0.0, num_steps=3),
+)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def counting():
+  return tiny.counting(PERIOD)
+
+
+@pytest.fixture(scope='module')
+def examples(counting):
+  answers = [AnswerTokens(i, [i], [(i + 1 + j) % PERIOD for j in range(31)]) for i in range(PERIOD)]
+  return make_examples(counting, Drafter(SHARED, {}), answers)
+
+
+def learn(target, examples, folder, *, own_heads: bool) -> Drafter:
+  """Train three heads until a chain of them, drafted greedily, is right from every place of the text."""
+  config = MedusaConfig(V, D, max_depth=3, own_heads=own_heads)
+  metrics = train(target, config, examples[2:], examples[:2], RECIPE, folder, report_every=80)
+  assert metrics['chain_tau'] > 3.99
+  assert [name for name in metrics if name.startswith('chain_')] == ['chain_tau', 'chain_0', 'chain_1', 'chain_2']
+  return hub.load_drafter(folder / 'drafter', target)
+
+
+def test_heads_of_their_own_learn(counting, examples, tmp_path):
+  head_dUD = np.asarray(learn(counting, examples, tmp_path, own_heads=True).params['head']['weight'])
+  assert all(np.abs(head_UD - counting.head_VD).max() > 0.1 for head_UD in head_dUD)
+
+
+def test_trained_heads_accept_as_many_tokens_as_there_are(counting, examples, tmp_path):
+  """Each learns its own distance. A label off by one would leave none of them right, at a loss as low."""
+  drafter = learn(counting, examples, tmp_path, own_heads=False)
+  out = generate(counting, drafter, [[0], [5]], policy=Chain(3), max_new_tokens=25, eos_ids=())
+  assert out.tokens[1] == [(6 + j) % PERIOD for j in range(25)]
+  assert out.num_accepted == [[3] * 6] * 2
+
+
+@pytest.mark.parametrize(
+  ('own_heads', 'objective', 'message'),
+  [(False, Objective(num_steps=2), 'num_steps must be 3'), (True, Objective(num_steps=3), 'regression is 1.0')],
+)
+def test_an_objective_must_fit_the_heads(counting, tmp_path, own_heads, objective, message):
+  config = MedusaConfig(V, D, max_depth=3, own_heads=own_heads)
+  examples = make_examples(counting, Drafter(config, {}), [AnswerTokens(i, [i], [i, i, i]) for i in range(4)])
+  recipe = dataclasses.replace(RECIPE, objective=objective)
+  with pytest.raises(ValueError, match=message):
+    train(counting, config, examples[:2], examples[2:], recipe, tmp_path)
+
+
+def test_flops_by_hand():
+  config = MedusaConfig(V, D, max_depth=3, num_layers=2)
+  ours = step_flops(config, RECIPE, num_ids=V, reader=None)
+  assert ours == 2 * 32 * (6 * 3 * 2 * D * D + 2 * V * (D + 2 * 3 * D))

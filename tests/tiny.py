@@ -24,6 +24,19 @@ def drafter(config: DrafterConfig = DRAFTER, *, seed: int = 1) -> Drafter:
   return Drafter(config, Eagle(config).init_params(jax.random.key(seed)))
 
 
+def counting(period: int = 12) -> Target:
+  """A target that counts: after token 0 comes 1, and after `period` - 1 comes 0 again."""
+  counting = target()
+  for layer in ('layer_0', 'layer_1'):
+    for block, linear in (('attn', 'o'), ('mlp', 'down')):
+      counting.params[layer][block][linear]['weight'] *= 0
+  embed_VD = jax.random.orthogonal(jax.random.key(0), TARGET.width)[jnp.arange(TARGET.vocab_size) % TARGET.width]
+  before = jnp.arange(period) - 1
+  head_VD = jnp.zeros_like(embed_VD).at[:period].set(10 * embed_VD[before % period])
+  counting.params['embed']['weight'], counting.params['head']['weight'] = embed_VD, head_VD
+  return counting
+
+
 def no_noise(depth, token_UB):
   return jnp.zeros(token_UB.shape)
 

@@ -14,9 +14,9 @@ def step_flops(config: Any, recipe: Recipe, *, num_ids: int, reader: TargetConfi
   """Return the FLOPs of one training step: 2 a multiply-add, padding included, recomputation not.
 
   The drafter's layer counts three times (forward, and its two products backward), attention over half the places
-  likewise; the taps' matrix as often, but in the first step alone; the frozen head counts once for the target, and for
-  each step of the drafter once forward and once backward, or twice if it learns; the layers of a target that computes
-  features in the step count once.
+  likewise; the taps' matrix as often, but in the first step alone; of a drafter of one pass, all is in one step. The
+  frozen head counts once for the target, and for each step of the drafter once forward and once backward, or twice if
+  it learns; the layers of a target that computes features in the step count once.
 
   Args:
     config: of the drafter.
@@ -24,10 +24,14 @@ def step_flops(config: Any, recipe: Recipe, *, num_ids: int, reader: TargetConfi
     num_ids: rows of the head.
     reader: of the target, if it computes the features; None where they are stored.
   """
-  num_steps, width, network = recipe.objective.num_steps, config.width, kind_of(config).network(config)
+  num_steps, width, kind = recipe.objective.num_steps, config.width, kind_of(config)
+  network = kind.network(config)
   shapes: dict[str, Any] = jax.eval_shape(network.init_params, jax.random.key(0))
-  head, fused = shapes.pop('head', None), sum(_matrices(shapes.pop(name, None)) for name in network.fuses)
-  layer = _matrices(shapes) + config.num_heads * config.head_dim * recipe.num_places  # attention over half the places
+  head = shapes.pop('head', None)
+  in_first = [*shapes] if kind.is_one_pass else network.fuses
+  fused = sum(_matrices(shapes.pop(name, None)) for name in in_first)
+  attention = 0 if kind.is_one_pass else config.num_heads * config.head_dim * recipe.num_places  # over half the places
+  layer = _matrices(shapes) + attention
   scored = num_ids * (config.target_width + (2 if head is None else 3) * num_steps * width)
   place = 6 * (num_steps * layer + fused) + 2 * scored
   if reader is not None:

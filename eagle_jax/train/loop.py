@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from eagle_jax.device import flops_per_s
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.kinds import kind_of
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.features import features
@@ -40,7 +39,7 @@ from eagle_jax.sharding import (
 from eagle_jax.train.checkpoint import Checkpoints, metrics_log, run_lock, settle_settings
 from eagle_jax.train.data import Packed, batches, frequent_ids
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.step import NUM_CHAIN, Frozen, Objective, Recipe, TrainState, evaluate, train_step
+from eagle_jax.train.step import Frozen, Objective, Recipe, TrainState, chain_length, evaluate, train_step
 
 BEST_BY = 'chain_tau'
 TREES = {'tree_tau': DynamicTree(), 'small_tree_tau': DynamicTree(4, 3, 4, 8)}
@@ -99,6 +98,7 @@ def train(
   ids = _learned_ids(config, initial, ids)
   frozen, vocabulary = frozen_inputs(target, config, examples, objective=recipe.objective, ids=ids)
   taps = _require_taps(config, target, [*examples, *held_out], recipe)
+  _require_objective(config, network, recipe.objective)
   reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype, taps)
   static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': reader}
   with run_lock(folder), use_mesh(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
@@ -168,12 +168,22 @@ def _require_taps(config: Any, target: Target, examples: Sequence[Example], reci
       f'Drafter {config.name!r} reads the feature and the inputs of layers {taps}, {needed} numbers a token; the '
       f'examples hold {min(wrong)}: make shards with Data(taps={taps}).'
     )
-  if recipe.objective.regression and 'head' not in kind_of(config).borrows:
-    raise ValueError(
-      f'Objective: regression is {recipe.objective.regression}, and a drafter of kind {kind_of(config).title} with a '
-      'head of its own predicts no features: set regression=0.'
-    )
   return taps
+
+
+def _require_objective(config: Any, network: Any, objective: Objective) -> None:
+  """Raise a ValueError if a head is to learn features though it predicts none, or some heads would learn nothing."""
+  kind, title = kind_of(config), kind_of(config).title
+  if objective.regression and 'head' in jax.eval_shape(network.init_params, jax.random.key(0)):
+    raise ValueError(
+      f'Objective: regression is {objective.regression}, and a drafter of kind {title} with a head of its own predicts '
+      'no features: set regression=0.'
+    )
+  if kind.is_one_pass and objective.num_steps != config.max_depth:
+    raise ValueError(
+      f'Objective: num_steps must be {config.max_depth}, the heads of this drafter of kind {title}, got '
+      f'{objective.num_steps}.'
+    )
 
 
 def _require_finite(metrics: Mapping[str, float], step: int, best: Path) -> None:
@@ -300,18 +310,22 @@ def _learned_ids(config: Any, initial: Drafter | None, ids: np.ndarray | None) -
   return own if ids is None else ids
 
 
-def initial_params(network: Eagle, frozen: Frozen, examples: Sequence[Example], seed: int) -> dict[str, Any]:
+def initial_params(network: Any, frozen: Frozen, examples: Sequence[Example], seed: int) -> dict[str, Any]:
   """Initialise float32 weights at random, around what is known: the next feature resembles the last one.
 
-  A head of its own begins as the target's, if it is as wide, and the rest of EAGLE-3 at random. Of EAGLE-2
-  `fc` hands on half the feature, the layer's branches start small, and embedding and feature are scaled to weigh the
-  same: features are several times larger (17 times in SmolLM2-135M), and left alone the token would hardly count.
-  Normed features that are not at hand are taken to have size 1; of many, some are asked.
+  Heads of its own begin as the target's, if they are as wide, and the rest of EAGLE-3 at random. Medusa's blocks begin
+  without effect. Of EAGLE-2 `fc` hands on half the feature, the layer's branches start small, and embedding and feature
+  are scaled to weigh the same: features are several times larger (17 times in SmolLM2-135M), and left alone the token
+  would hardly count. Normed features that are not at hand are taken to have size 1; of many, some are asked.
   """
   params = jax.jit(network.init_params)(jax.random.key(seed))
   if 'head' in params:
-    is_as_wide = params['head']['weight'].shape == frozen.head.shape
-    return params | ({'head': {'weight': frozen.head.astype(jnp.float32)}} if is_as_wide else {})
+    shape = params['head']['weight'].shape  # perhaps of several
+    if shape[-2:] == frozen.head.shape:
+      params['head'] = {'weight': jnp.broadcast_to(frozen.head.astype(jnp.float32), shape)}
+    return params
+  if kind_of(network.config).is_one_pass:
+    return params
   embed_rms, width = jnp.sqrt(jnp.square(frozen.embed.astype(jnp.float32)).mean()), network.config.width
   some = [example.feature[:, :width] for example in examples[:: 1 + len(examples) // NUM_SCALED]]
   squares = [np.square(feature.astype(np.float32)).mean() for feature in some if feature.size]
@@ -366,12 +380,12 @@ def traced_taus(target: Target, drafter: Drafter, examples: Sequence[Example]) -
 
 
 def evaluate_all(
-  params, frozen: Frozen, held_out: Sequence[Example], mesh: Mesh | None, *, network: Eagle, recipe: Recipe, target
+  params, frozen: Frozen, held_out: Sequence[Example], mesh: Mesh | None, *, network: Any, recipe: Recipe, target
 ) -> dict[str, float]:
   """Average `step.evaluate` over all examples, weighted by places; add `chain_tau`, the tokens a chain emits a pass.
 
-  `chain_tau` is 1 + the expected accepted tokens of a greedily drafted chain of `NUM_CHAIN`, from every place of the
-  text alike.
+  `chain_tau` is 1 + the expected accepted tokens of a greedily drafted chain of `step.chain_length`, from every place
+  of the text alike.
   """
   total, count = collections.Counter[str](), collections.Counter[str]()
   rows = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
@@ -381,7 +395,7 @@ def evaluate_all(
     total.update({name: value * weight[name] for name, value in _floats(metrics).items()})
     count.update(weight)
   means = {name: value / max(count[name], 1) for name, value in total.items()}
-  return {BEST_BY: 1 + sum(means[f'chain_{step}'] for step in range(NUM_CHAIN)), **means}
+  return {BEST_BY: 1 + sum(means[f'chain_{step}'] for step in range(chain_length(network.config))), **means}
 
 
 def _floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:

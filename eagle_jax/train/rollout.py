@@ -2,7 +2,7 @@
 
 Step 1 reads the target's features and taps. At step s place t reads, instead of f_t, the output of place t - 1 at step
 s - 1: the feature that a chain drafted from place t - s + 1 would have there. Places keep their tokens, positions and
-targets at every step (HASS, arXiv:2408.15766).
+targets at every step (HASS, arXiv:2408.15766). Of heads that draft all depths in one pass, a step is a head.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.kinds import kind_of
+from eagle_jax.draft.medusa import Medusa
 from eagle_jax.kernels.attention import MASK_VALUE, compute_scores, weighted_values
 from eagle_jax.models.layers import AttentionFn
 from eagle_jax.models.transformer import Taps
@@ -67,7 +68,7 @@ def rollout(
   taps: Taps,
   packed: Packed,
   *,
-  network: Eagle,
+  network: Any,
   num_steps: int,
   is_detached: bool = True,
   is_leaky: bool = False,
@@ -80,11 +81,13 @@ def rollout(
     taps: the target's features [D, B, L], perhaps with noise, and the inputs of the layers that the drafter taps.
     packed: texts.
     network: the drafter.
-    num_steps: 1 is EAGLE; later ones read the drafter's own outputs.
+    num_steps: 1 is EAGLE; later ones read the drafter's own outputs, or are further heads.
     is_detached: no gradient through the features that a step reads from the one before.
     is_leaky: see `multistep_attention`.
     remat: recompute each step in the backward pass, so that only one step's scores are alive at a time.
   """
+  if kind_of(network.config).is_one_pass:
+    return heads_by_place(network, params, taps.feature, num_steps)
 
   def step(params, memory, read_DBL):
     mix = multistep_attention(memory, packed.sequence, is_leaky=is_leaky)
@@ -98,6 +101,13 @@ def rollout(
     before_DBL = jnp.roll(jax.lax.stop_gradient(out_DBL) if is_detached else out_DBL, 1, axis=2)
     read_DBL = network.next_feature(params, before_DBL)
   return jnp.stack(outs, axis=1)
+
+
+def heads_by_place(network: Medusa, params: Any, feature_DBL: jax.Array, num_heads: int) -> jax.Array:
+  """Return [D, d, B, L]: what head d makes of place t - d, which predicts what place t is to."""
+  out_DdR = network.read(params, feature_DBL.reshape(len(feature_DBL), -1), num_heads)
+  out_dDBL = out_DdR.swapaxes(0, 1).reshape(num_heads, *feature_DBL.shape)
+  return jnp.stack([jnp.roll(out_DBL, head, axis=2) for head, out_DBL in enumerate(out_dDBL)], axis=1)
 
 
 def chain_weights(packed: Packed, num_steps: int) -> jax.Array:

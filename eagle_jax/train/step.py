@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.evaluate.features import split_taps
 from eagle_jax.models.layers import apply_head
 from eagle_jax.models.transformer import Taps, TransformerTarget
@@ -157,7 +158,7 @@ class Heads(NamedTuple):
   """The heads that turn the rows of `Rows` and the drafter's outputs into logits."""
 
   target: jax.Array  # [U, D]
-  drafter: jax.Array  # [U, D], the target's for kinds that borrow it
+  drafter: jax.Array  # [U, D], the target's for kinds that borrow it; [d, U, D] where each step has its own
   row_of: jax.Array  # [V] i32; see `Frozen`
   whole: Any = ()  # [V, D], the target's, or ()
 
@@ -193,7 +194,8 @@ def distill(objective: Objective, heads: Heads, out_DdBL: jax.Array, rows: Rows)
   best_R, label_R = jnp.argmax(log_p_UR, axis=0).astype(jnp.int32), rows.label.reshape(-1)
   steps = []
   for step in range(num_steps):
-    logits_UR = apply_head(heads.drafter, out_DdBL[:, step].reshape(width, -1))
+    head_UD = heads.drafter[step] if heads.drafter.ndim == 3 else heads.drafter
+    logits_UR = apply_head(head_UD, out_DdBL[:, step].reshape(width, -1))
     log_q_UR = jax.nn.log_softmax(logits_UR, axis=0)
     loss_R = losses.weigh_parts(objective, losses.Places(log_p_UR, log_q_UR, mass_1R, noise_UR))
     plain_R = losses.cross_entropy(log_q_UR, jnp.exp(log_p_UR))
@@ -325,13 +327,19 @@ def train_step(
   return after, metrics | {'gradient_norm': optax.tree.norm(gradient)}
 
 
+def chain_length(config: Any) -> int:
+  """Return how many steps of a drafter's chain are evaluated: `NUM_CHAIN`, or as many as it has heads."""
+  return min(NUM_CHAIN, config.max_depth) if kind_of(config).is_one_pass else NUM_CHAIN
+
+
 @functools.partial(jax.jit, static_argnames=('network', 'target', 'recipe'))
 def evaluate(
   params, frozen: Frozen, packed: Packed, *, network: Eagle, recipe: Recipe, target: TransformerTarget | None = None
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-  """Return the metrics of a batch without noise, for `NUM_CHAIN` steps, and the number of places behind each."""
-  objective = dataclasses.replace(recipe.objective, num_steps=NUM_CHAIN, is_leaky=False)
+  """Return the metrics of a batch without noise, for `chain_length` steps, and the number of places behind each."""
+  num_steps = chain_length(network.config)
+  objective = dataclasses.replace(recipe.objective, num_steps=num_steps, is_leaky=False)
   plain = dataclasses.replace(recipe, objective=objective, feature_noise=0.0)
   metrics = loss_and_metrics(params, frozen, packed, jax.random.key(0), network=network, target=target, recipe=plain)[1]
-  weight_d = chain_weights(packed, NUM_CHAIN).sum(axis=(1, 2))
+  weight_d = chain_weights(packed, num_steps).sum(axis=(1, 2))
   return metrics, {name: weight_d[0 if name == 'loss' else int(name.rpartition('_')[2])] for name in metrics}
