@@ -19,7 +19,7 @@ HEAVY = (
 )  # fmt: skip
 SMOKE = (  # beginnings of tests' names
   'tests/test_acceptance.py', 'tests/test_weights.py', 'tests/test_text.py', 'tests/test_tree_reference.py',
-  'tests/test_conversations.py', 'tests/test_interfaces.py',
+  'tests/test_conversations.py',
   'tests/test_decode.py::test_generate_matches_plain_decoding',
   'tests/test_decode.py::test_stream_matches_generate',
 )  # fmt: skip
