@@ -13,7 +13,7 @@ from eagle_jax.draft.model import ModelConfig, as_drafter
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.text import Tokenizer
-from tiny_files import HF_CONFIG, TINY, byte_metadata, hf_folder
+from tiny_files import HF_CONFIG, TINY, byte_letters, byte_metadata, hf_folder
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
 NUM_NEW = 40
@@ -80,6 +80,8 @@ def test_a_model_is_loaded_by_its_folder_and_keeps_it(target, tmp_path):
 
 
 BYTES = Tokenizer.from_gguf(byte_metadata(), eos_ids=(258,))
+BYTE_TOKENS = [*byte_letters(), 'qu', '<|bos|>', '<|end|>']
+BYTE_PAIR = {'tokens': BYTE_TOKENS, 'merges': ['q u']}
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,16 @@ def test_a_model_that_cannot_draft_is_refused(target, small, model, message):
   target, small = (dataclasses.replace(one, tokenizer=BYTES) for one in (target, small))
   with pytest.raises(ValueError, match=message):
     as_drafter(model(target, small), target)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [({'tokens': [*BYTE_TOKENS[1::-1], *BYTE_TOKENS[2:]]}, 'is [01] and [01]'), ({'merges': []}, 'they make')],
+)
+def test_a_model_of_other_ids_is_refused(target, small, change, message):
+  target, small = (
+    dataclasses.replace(one, tokenizer=Tokenizer.from_gguf(byte_metadata(**changes), eos_ids=(258,)))
+    for one, changes in ((target, BYTE_PAIR), (small, BYTE_PAIR | change))
+  )
+  with pytest.raises(ValueError, match=message):
+    as_drafter(small, target)
