@@ -241,6 +241,17 @@ class EagleTapsConfig(DrafterConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockConfig(DrafterConfig):
+  """The EAGLE-2 head whose slots draft all depths in one pass; each node corrects its slot by its own token."""
+
+  rank: int = dataclasses.field(kw_only=True)  # of the correction
+
+  def __post_init__(self):
+    self._require_sizes()
+    _require_positive(self, 'rank')
+
+
+@dataclasses.dataclass(frozen=True)
 class Eagle3Config(_HeadSizes):
   """The EAGLE-3 head: one decoder layer over embeddings and fused features of three target layers, and its own head.
 

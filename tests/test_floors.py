@@ -31,8 +31,8 @@ ORDER = {
     '__init__', 'trees', 'tuned', 'adaptive', 'ddd', 'svip', 'sure_mass', 'gap', 'kinds', 'costs', 'cost_store',
   ),
   'draft': (
-    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'medusa', 'drafter',
-    'model', 'tables', 'heads', 'export', 'kinds',
+    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'medusa', 'block',
+    'drafter', 'model', 'tables', 'heads', 'export', 'kinds',
   ),
   'decode': (
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',

@@ -18,8 +18,9 @@ import pytest
 
 import forked
 from eagle_jax import cache as kv_cache
-from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
+from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
 from eagle_jax.decode.generate import generate
+from eagle_jax.draft.block import Block
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
@@ -192,6 +193,7 @@ SIZES = {'vocab_size': 31, 'width': 16, 'num_heads': 2, 'num_kv_heads': 1, 'head
 NETWORKS = {
   'eagle2': Eagle(DRAFTER),
   'eagle2-taps': EagleTaps(EagleTapsConfig(**SIZES, taps=(0, 1))),
+  'block': Block(BlockConfig(**SIZES, rank=4)),
   'eagle3': Eagle3(Eagle3Config(**SIZES, target_width=16, taps=(0, 1), fc_norm=True, norm_output=True)),
 }
 
@@ -203,7 +205,9 @@ def test_a_rollout_is_what_drafting_position_by_position_gives(kind, is_leaky):
   num_taps = len(network.config.tapped_layers(1))
   first, second = (example(rng, num_places, 1, num_taps=num_taps) for num_places in (5, 11))
   params = {**network.init_params(jax.random.key(0)), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
-  params |= {'taps': jax.tree.map(lambda x: x + 0.3, params['taps'])} if 'taps' in params else {}
+  params |= {
+    name: jax.tree.map(lambda x: x + 0.3, params[name]) for name in ('taps', 'slot', 'below') if name in params
+  }
   alone, both = pack([[second]], num_places=11), pack([[first, second]], num_places=16)
   features = [split_taps(jnp.float32(packed.feature), 16) for packed in (alone, both)]
   steps = [

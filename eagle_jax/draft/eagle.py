@@ -153,11 +153,7 @@ class Eagle:
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, context: DraftContext) -> Candidates:
     """Grow every sequence's candidates."""
     length_B, lookup = state.cache.length, context.lookup if policy.lookup else None
-
-    def children(out_DBW, match_BWS, depth: Any, fanout: int) -> Children:
-      evidence = None if lookup is None else lookup.find_next(match_BWS, params.get('lookup_weights', WEIGHTS))
-      noise = functools.partial(context.noise, depth + 1)
-      return self.top_children(params, out_DBW, noise, fanout, evidence, has_entropy=policy.needs_entropy)
+    children = functools.partial(self.children, params, policy, context)
 
     def step(drafted: Drafted, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Drafted]:
       # A node's feature is the output at its parent; it attends to whatever its parent did, and to itself.
@@ -188,6 +184,16 @@ class Eagle:
     mask_BWM = jnp.zeros((batch, width, num_earlier), bool)
     memory = self.no_memory((batch, num_heads, num_earlier, head_dim))
     return grow(roots, step, Drafted(out_DBW, mask_BWM, memory, match_BWS), root_B, policy, context)
+
+  def children(
+    self, params, policy: TreePolicy, context: DraftContext, out_DBW, match_BWS, depth: int | jax.Array, fanout: int
+  ) -> Children:
+    """Offer the children of nodes `depth` edges below the root, by outputs and, with lookup, by matches in the text."""
+    evidence = None
+    if policy.lookup:
+      evidence = context.lookup.find_next(match_BWS, params.get('lookup_weights', WEIGHTS))
+    noise = functools.partial(context.noise, depth + 1)
+    return self.top_children(params, out_DBW, noise, fanout, evidence, has_entropy=policy.needs_entropy)
 
   def top_children(
     self,

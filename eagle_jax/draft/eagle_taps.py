@@ -39,13 +39,10 @@ class EagleTaps(Eagle):
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Initialise at random, but the taps' `fc` with zeros: the function is that of an EAGLE-2 head."""
-    return super().init_params(key) | {'taps': self.silent_taps()}
-
-  def silent_taps(self) -> dict[str, Any]:
-    """Return parameters of the taps that add nothing."""
     taps = (jnp.zeros((self.config.target_width, 1), self.dtype),) * len(self.config.taps)
     params = TapFusion(self.config).init(jax.random.key(0), taps)['params']
-    return params | {'fc': jax.tree.map(jnp.zeros_like, params['fc'])}
+    silent = {'fc': jax.tree.map(jnp.zeros_like, params['fc'])}
+    return super().init_params(key) | {'taps': params | silent}
 
   def fuse_taps(self, params, taps) -> jax.Array:
     taps_DR = tuple(tap_DBP.reshape(tap_DBP.shape[0], -1).astype(self.dtype) for tap_DBP in taps.residual)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
+from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
+from eagle_jax.draft.block import Block
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
@@ -13,7 +14,7 @@ from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors, re
 from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.model import Model, ModelConfig, no_file
 from eagle_jax.draft.ngram import Ngram, NgramConfig
-from eagle_jax.draft.tables import eagle3_table, eagle_table, eagle_taps_table, medusa_table
+from eagle_jax.draft.tables import block_table, eagle3_table, eagle_table, eagle_taps_table, medusa_table
 from eagle_jax.weights.folder import naming_config
 from eagle_jax.weights.naming import Table
 
@@ -73,6 +74,14 @@ KINDS: dict[str, Kind] = {
     EagleTapsConfig,
     EagleTaps,
     tensor_table=eagle_taps_table,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'embed', 'head', 'ids'}),
+  ),
+  'block': Kind(
+    'block',
+    BlockConfig,
+    Block,
+    tensor_table=block_table,
     read_tensors=read_head_tensors,
     borrows=frozenset({'embed', 'head', 'ids'}),
   ),

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig
+from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig
 from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, projection_entries
 
 
@@ -25,6 +25,17 @@ def eagle_taps_table(config: EagleTapsConfig) -> Table:
   table, num_taps, width = eagle_table(config), len(config.taps), config.target_width
   entries = {f'tap_norm.{tap}.weight': Entry(('taps', f'norm_{tap}', 'scale'), (width,)) for tap in range(num_taps)}
   entries['tap_fc.weight'] = Entry(('taps', 'fc', 'weight'), (config.width, num_taps * width))
+  return dataclasses.replace(table, entries={**table.entries, **entries})
+
+
+def block_table(config: BlockConfig) -> Table:
+  """Make the table of the block drafter: the tensors of EAGLE-2, the vector of slots, and the correction."""
+  table, width, rank = eagle_table(config), config.width, config.rank
+  entries = {
+    'slot.bias': Entry(('slot', 'bias'), (width,)),
+    'above.weight': Entry(('above', 'weight'), (rank, width)),
+    'below.weight': Entry(('below', 'weight'), (width, rank)),
+  }
   return dataclasses.replace(table, entries={**table.entries, **entries})
 
 

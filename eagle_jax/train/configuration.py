@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_jax.config import DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
+from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
 
 _NAMES = ('TARGET', 'DRAFTER', 'DATA', 'RECIPE', 'NUM_TRACED')
-_DRAFTERS = DrafterConfig, EagleTapsConfig, Eagle3Config, MedusaConfig
+_DRAFTERS = DrafterConfig, EagleTapsConfig, BlockConfig, Eagle3Config, MedusaConfig
 _KINDS = {kind.__name__: kind for kind in (Data, *_DRAFTERS, Objective, Recipe, TargetConfig)}
 
 

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from eagle_jax.config import EagleTapsConfig, TargetConfig, require_match
+from eagle_jax.config import DrafterConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.eagle_taps import EagleTaps
 from eagle_jax.draft.kinds import kind_of, name_of_kind
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.features import choose_taps
@@ -103,7 +102,7 @@ def run(
 
 
 def first_weights(name: str, target: Target, config: Any) -> Drafter:
-  """Load the drafter that training begins with: as DRAFTER describes, or an EAGLE-2 head, for one with taps.
+  """Load the drafter that training begins with: as DRAFTER describes, or an EAGLE-2 head, for one with taps or slots.
 
   Raises:
     ValueError: it is of another kind, or has other sizes.
@@ -111,10 +110,11 @@ def first_weights(name: str, target: Target, config: Any) -> Drafter:
   drafter = load_drafter(name, target, dtype='float32')
   ours, needed = kind_of(drafter.config), kind_of(config)
   free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
-  if (name_of_kind(drafter.config), name_of_kind(config)) == ('eagle2', 'eagle2-taps'):
-    # The same function as before, until the taps have learned something.
-    widened = EagleTapsConfig(**vars(drafter.config), taps=config.taps)
-    drafter = Drafter(widened, drafter.params | {'taps': EagleTaps(widened).silent_taps()})
+  if name_of_kind(drafter.config) == 'eagle2' and isinstance(config, DrafterConfig) and ours is not needed:
+    # What is new has no effect yet on the tokens that are drafted first.
+    new = {name: x for name, x in vars(config).items() if name not in vars(drafter.config)}
+    widened = type(config)(**vars(drafter.config), **new)
+    drafter = Drafter(widened, needed.network(widened).init_params(jax.random.key(0)) | drafter.params)
   elif ours is not needed:
     raise ValueError(f'Drafter {name!r} is of kind {ours.title}; training begins with {needed.title}, or with none.')
   if wrong := differences(dataclasses.asdict(drafter.config) | free, dataclasses.asdict(config)):

@@ -1,0 +1,137 @@
+"""The block drafter: slots that are filled at once, corrections by the token above, the text, files and training."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import hub
+from eagle_jax.config import BlockConfig
+from eagle_jax.decode.build import build
+from eagle_jax.decode.generate import generate
+from eagle_jax.draft import export
+from eagle_jax.draft.block import Block
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
+from eagle_jax.models.transformer import Taps
+from eagle_jax.policy.trees import Chain, DynamicTree
+from eagle_jax.train.loop import train
+from eagle_jax.train.run import first_weights
+from eagle_jax.train.step import Objective, Recipe
+
+CONFIG = BlockConfig(**dataclasses.asdict(tiny.DRAFTER), rank=8)
+PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 7)] for first in range(8)]
+HOW = {'max_new_tokens': 24, 'eos_ids': ()}
+SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
+
+
+@pytest.fixture(scope='module')
+def target():
+  target = tiny.target(seed=2)
+  target.params['embed']['weight'] *= 50
+  target.params['head']['weight'] *= 40
+  return target
+
+
+@pytest.fixture(scope='module')
+def drafter():
+  params = Block(CONFIG).init_params(jax.random.key(0))
+  keys = jax.random.split(jax.random.key(1), 2)
+  params['slot'] = {'bias': jax.random.normal(keys[0], (32,))}
+  params['below'] = {'weight': jax.random.normal(keys[1], (32, 8))}
+  return Drafter(CONFIG, params)
+
+
+def test_the_text_is_plain(target, drafter):
+  policy, few = DynamicTree(3, 3, 3, 8, lookup=True), drafter.with_ids([*range(90, 30, -1)])
+  for sampling in SAMPLINGS:
+    plain, out = (
+      generate(target, one, PROMPTS, policy=policy if one else 'plain', **HOW, **sampling) for one in (None, few)
+    )
+    assert out.tokens == plain.tokens
+    assert {0, 1} <= {count for row in out.num_accepted for count in row}
+
+
+def started(target, drafter, policy):
+  """Network and params, and the state after two prompts."""
+  params, spec = build(target, drafter, policy=policy)
+  token_BL, length_B = jnp.asarray([[5, 3, 8, 1], [9, 9, 2, 0]]), jnp.asarray([4, 3])
+  taps = Taps(jax.random.normal(jax.random.key(4), (32, 2, 4)))
+  return spec.drafter, params.drafter, spec.drafter.start(params.drafter, token_BL, taps, length_B, 32, length_B)
+
+
+def test_children_depend_on_their_parent_and_on_nothing_else_above(target, drafter):
+  """Slots filled one after the other, corrected by the token of a node, give what the tree says of its children."""
+  policy = DynamicTree(3, 3, 3, 20)
+  network, params, state = started(target, drafter, policy)
+  grown = network.propose(params, state, jnp.array([5, 7]), policy, tiny.context(policy, batch=2))
+  token_BA, parent_BA, log_q_BA = map(np.asarray, grown[:3])
+
+  @functools.partial(jax.jit, static_argnames='depth')
+  def log_p(token_B, depth):
+    """[U, B]: of the children of tokens at this depth."""
+    out_DB1, earlier = state.feature.T[..., None], None
+    for slot in range(depth):
+      nodes = token_B[:, None], network.next_feature(params, out_DB1), state.cache.length[:, None] + slot
+      out_DB1, earlier = network.forward(params, *nodes, jnp.ones((2, 1, slot + 1), bool), state.cache, earlier)
+    return jax.nn.log_softmax(params['head'] @ out_DB1[..., 0], axis=0)
+
+  depth_A = np.zeros(token_BA.shape[1], int)
+  families = set()
+  for node in range(1, len(depth_A)):
+    depth_A[node] = depth_A[parent_BA[0, node]] + 1
+    for b in range(2):
+      parent = parent_BA[b, node]
+      own_U = np.asarray(log_p(jnp.asarray(token_BA[:, parent]), int(depth_A[parent])))[:, b]
+      np.testing.assert_allclose(
+        log_q_BA[b, node] - log_q_BA[b, parent], own_U[token_BA[b, node]], rtol=1e-3, atol=1e-4
+      )
+    families.add((parent_BA[0, node], token_BA[0, node]))
+  siblings = [{token for parent, token in families if parent == node} for node in np.flatnonzero(depth_A == 1)]
+  assert siblings[0] != siblings[1]
+  context = tiny.context(Chain(1), batch=2)
+  assert jax.eval_shape(lambda: network.propose(params, state, state.cache.length, Chain(1), context)).token.shape == (
+    2,
+    2,
+  )
+
+
+def test_a_block_drafter_comes_back_and_no_other_layout_takes_it(target, drafter, tmp_path):
+  for one in (drafter, drafter.with_ids([5, 3, 90, 11])):
+    hub.save_drafter(one, tmp_path / 'own')
+    again = hub.load_drafter(tmp_path / 'own', target)
+    assert again.config == one.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, one.params)
+  for layout in export.LAYOUTS:
+    with pytest.raises(ValueError, match=f"{layout!r} .*'block'"):
+      hub.export_drafter(drafter, tmp_path / layout, target, layout=layout)
+
+
+def test_training_may_begin_with_an_eagle_head(target, tmp_path):
+  head = tiny.drafter()
+  hub.save_drafter(head, tmp_path / 'head')
+  first = first_weights(str(tmp_path / 'head'), target, CONFIG)
+  assert first.config == dataclasses.replace(CONFIG, name='drafter')
+  assert first.params.keys() == {'fc', 'layer', 'slot', 'above', 'below'}
+  jax.tree.map(np.testing.assert_array_equal, {name: first.params[name] for name in ('fc', 'layer')}, head.params)
+  assert not np.asarray(first.params['below']['weight']).any()
+
+
+def test_a_trained_block_is_accepted_whole(tmp_path):
+  """Each slot learns its own distance: a label off by one would leave none of them right, at a loss as low."""
+  target, period = tiny.counting(), 12
+  answers = [AnswerTokens(i, [i], [(i + 1 + j) % period for j in range(31)]) for i in range(period)]
+  examples = make_examples(target, Drafter(CONFIG, {}), answers)
+  recipe = Recipe(
+    num_steps=160, num_rows=2, num_places=32, warmup_steps=2, learning_rate=0.02, weight_decay=0.0, feature_noise=0.0,
+    objective=Objective(regression=0.0, num_steps=3),
+  )  # fmt: skip
+  train(target, CONFIG, examples[2:], examples[:2], recipe, tmp_path, report_every=160)
+  drafter = hub.load_drafter(tmp_path / 'drafter', target)
+  out = generate(target, drafter, [[0], [5]], policy=Chain(3), max_new_tokens=25, eos_ids=())
+  assert out.tokens[1] == [(6 + j) % period for j in range(25)]
+  assert out.num_accepted == [[3] * 6] * 2
