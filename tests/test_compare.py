@@ -16,6 +16,7 @@ from eagle_jax.bench.questions import Question
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.evaluate.positions import Replayed, find_path, grow_everywhere, replay
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
@@ -35,7 +36,8 @@ STOPPING = (
   Adaptive(**SIZES, smaller=(4,), thresholds=(0.5, 1.0)),
 )
 GAP = GapTree(**SIZES, steepness=2.0)
-POLICIES = (Plain(), Chain(2), GAP, *STOPPING)
+CAPE = CaPE(**SIZES, smaller=(8,), confidences=(0.2, 0.4), siblings=(2, 1, 0))
+POLICIES = (Plain(), Chain(2), GAP, CAPE, *STOPPING)
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -76,7 +78,7 @@ def examples(target, drafter):
 
 @pytest.fixture(scope='module')
 def grown(target, drafter, examples):
-  deepest = (DynamicTree(4, 3, 5, 20), Chain(3), GAP)
+  deepest = (DynamicTree(4, 3, 5, 20), Chain(3), GAP, CAPE)
   return [grow_everywhere(target, drafter, examples, policy=policy, num_rows=5) for policy in deepest]
 
 
@@ -115,7 +117,7 @@ def test_other_numbers_compile_nothing(target, drafter, grown):
 
 
 def test_trees_that_grow_otherwise_are_refused(target, drafter, grown):
-  wide, _, by_gap = grown
+  wide, _, by_gap, by_bins = grown
   others = Chain(2), DynamicTree(3, 3, 3, 5), DynamicTree(4, 3, 6, 12), dataclasses.replace(TREE, lookup=True), GAP
   for policy in (*others, StaticTree([(0,), (1,)])):
     with pytest.raises(ValueError, match='must hold') as raised:
@@ -124,6 +126,7 @@ def test_trees_that_grow_otherwise_are_refused(target, drafter, grown):
   assert by_gap.holds(dataclasses.replace(GAP, num_nodes=3, max_depth=2))
   assert not by_gap.holds(dataclasses.replace(GAP, steepness=1.0))
   assert not by_gap.holds(TREE)
+  assert not by_bins.holds(dataclasses.replace(CAPE, siblings=(2, 1, 1)))
 
 
 def test_a_text_is_followed_through_a_tree():
@@ -173,7 +176,8 @@ def test_every_policy_has_a_row_at_every_temperature(rows):
   for series in ('drafter', 'drafter + lookup', 'ngram'):
     for temperature in TEMPERATURES:
       drawn = {kind for name, kind, at in kinds if (name, at) == (series, temperature)} - {'plain'}
-      expected = {'chain', 'dynamic', 'ddd', 'svip', 'sure_mass', 'gap'} if series != 'drafter + lookup' else {'chain'}
+      every = {'chain', 'dynamic', 'ddd', 'svip', 'sure_mass', 'gap', 'cape'}
+      expected = every if series != 'drafter + lookup' else {'chain'}
       assert drawn == expected | ({'adaptive'} if series == 'drafter' else set())
   plain = [row for row in rows if row.kind == 'plain']
   assert [(row.tau, row.measured) for row in plain] == [(1.0, False)] * 2 + [(1.0, True)] * 2

@@ -25,6 +25,7 @@ from eagle_jax.policy import cost_store
 from eagle_jax.policy import costs as cost
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.costs import Bytes, Rate, Vocabulary, interpolate, scale_times
+from eagle_jax.policy.kinds import KINDS, kind_of
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain
 from eagle_jax.sharding import make_mesh
 from tiny_costs import COSTS, LONG, SHORT, TIMINGS
@@ -169,6 +170,14 @@ def test_stored_costs_are_found_by_device_kernels_pair_dtype_and_nearest_batch(h
   assert find(drafter='other') is None
   assert find(device='2x2xx') is None
   assert len(list((here / 'costs').iterdir())) == 3
+
+
+def test_every_kind_of_policy_is_read_back_from_a_cost_file(here):
+  """In JSON tuples are lists, which no policy may keep: it must be hashable."""
+  policies = [form() for form in KINDS.values()]
+  rates = tuple(Rate.of(policy, tok_per_s=1.0, tau=1.0) for policy in policies)
+  found = cost_store.read(cost_store.write(dataclasses.replace(COSTS, policies=rates)))
+  assert {one.policy: one.kind for one in found.policies} == {policy: kind_of(policy) for policy in policies}
 
 
 def test_table_shows_passes_policies_and_vocabularies():

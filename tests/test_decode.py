@@ -25,6 +25,7 @@ from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
@@ -50,6 +51,7 @@ RULED = (
   (SVIP(4, 3, 3, 8, smaller=(4,), scale=0.15, most_rejected=0.5), {'most_rejected': 99.0}),
   (SureMass(4, 3, 3, 8, smaller=(4,), scale=0.1, least_mass=0.1), {'least_mass': 0.0}),
   (GapTree(4, 3, 3, 8), {'steepness': 50.0}),
+  (CaPE(4, 3, 3, 8), {'siblings': (0, 0, 0, 0)}),
 )
 
 
@@ -114,7 +116,7 @@ def test_rules_change_no_text_and_their_numbers_compile_nothing(target, drafter,
   assert events == []
   assert full.tokens == plain[0].tokens
   assert full.stats['policy'] == tuned.describe()
-  if isinstance(policy, GapTree):
+  if isinstance(policy, (CaPE, GapTree)):
     assert out.stats['tau'] != full.stats['tau']
   else:
     assert out.stats['levels_per_pass'] < full.stats['levels_per_pass'] == policy.max_depth

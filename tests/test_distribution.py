@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import oracle
+from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
@@ -27,6 +28,7 @@ RULED = (
   SVIP(3, 3, 2, 7, smaller=(3,), scale=0.15, most_rejected=0.3),
   SureMass(3, 3, 2, 7, scale=0.1, least_mass=0.7),
   GapTree(3, 3, 2, 7),
+  CaPE(3, 3, 2, 7, siblings=(2, 1, 1, 0)),
 )
 SAMPLINGS = (
   {'temperature': 1.0},

@@ -28,7 +28,7 @@ ORDER = {
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': (
-    '__init__', 'trees', 'tuned', 'adaptive', 'ddd', 'svip', 'sure_mass', 'gap', 'kinds', 'costs', 'cost_store',
+    '__init__', 'trees', 'tuned', 'adaptive', 'ddd', 'svip', 'sure_mass', 'gap', 'cape', 'kinds', 'costs', 'cost_store',
   ),
   'draft': (
     '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'medusa', 'block',

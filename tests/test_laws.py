@@ -19,6 +19,7 @@ from eagle_jax.kernels import cpu
 from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import Experts, SwiGLU, find_asked, route
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostModel, StepCosts, best_size, is_level_worth
+from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.optimised
 SEEDS = range(20)
 POLICIES = (
   DynamicTree(), DynamicTree(3, 4, 3, 11), DynamicTree(1, 2, 4, 9), DynamicTree(4, 1, 3, 4), Chain(3), StaticTree(),
-  GapTree(3, 4, 3, 11), GapTree(2, 1, 3, 4),
+  GapTree(3, 4, 3, 11), GapTree(2, 1, 3, 4), CaPE(3, 4, 3, 11, siblings=(3, 2, 1, 0)),
   StaticTree([(0,), (1,), (1, 0)]), StaticTree([(3,), (1,), (3, 2), (1, 0), (1, 4), (1, 4, 1)]),
 )  # fmt: skip
 
@@ -251,6 +252,12 @@ def test_policy_descriptions_and_equality():
     (lambda: SureMass(scale=-1), 'SureMass: `scale`.*-1'),
     (lambda: SureMass(least_mass=None), 'SureMass: `least_mass`.*None'),
     (lambda: GapTree(steepness=np.nan), 'GapTree: `steepness`.*nan'),
+    (lambda: GapTree(steepness=(1, 2)), r'GapTree: `steepness`.*\(1, 2\)'),
+    (lambda: CaPE(confidences=0.3), 'CaPE: `confidences`.*0.3'),
+    (lambda: CaPE(confidences=(0.3, 0.3, 0.8)), r'CaPE: `confidences`.*\(0.3, 0.3, 0.8\)'),
+    (lambda: CaPE(siblings=(7, 5, 3)), r'CaPE: `siblings`.* 4 .*\(7.0, 5.0, 3.0\)'),
+    (lambda: CaPE(siblings=(7, 5, 3, 0.5)), r'CaPE: `siblings`.*0.5'),
+    (lambda: CaPE(siblings=(7, 5, 3, -1)), r'CaPE: `siblings`.*-1'),
     (lambda: StaticTree([]), r'`paths`.* got \(\)'),
     (lambda: StaticTree([()]), r'`paths`.* got \(\(\),\)'),
     (lambda: StaticTree([(0,), (0,)]), r'`paths`.* got \(\(0,\), \(0,\)\)'),
@@ -261,6 +268,16 @@ def test_policy_descriptions_and_equality():
 def test_bad_policies_are_refused(make, words):
   with pytest.raises(ValueError, match=words):
     make()
+
+
+def test_cape_offers_siblings_by_the_probability_of_the_likeliest_child():
+  """A bin begins at its lower end."""
+  policy = CaPE(width=6, confidences=(0.25, 0.5, 0.75), siblings=(6, 4, 2, 0))
+  log_p_16C = np.log([[[p] + [p / 8] * 7 for p in (0.1, 0.25, 0.4, 0.5, 0.7, 0.75)]]).astype(np.float32)
+  seen = Level(1, jnp.full((1, 6), -1.0), jnp.ones(1, bool), jnp.asarray(log_p_16C))
+  score_16C = policy.score(policy.arrays(None, None, None), seen)
+  assert (score_16C > -jnp.inf).sum(axis=2).tolist() == [[7, 5, 5, 3, 3, 1]]
+  np.testing.assert_array_equal(score_16C[0, :, 0], log_p_16C[0, :, 0] - 1)
 
 
 def test_policy_sizes_become_python_integers():

@@ -15,6 +15,7 @@ from eagle_jax.decode import step as loop
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.verify import verify, verify_parallel
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostTables, StepCosts
+from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
@@ -108,6 +109,7 @@ RULED = (  # by rules with numbers
   SVIP(3, 3, 3, 8, smaller=(4,), scale=1.0, most_rejected=0.8),
   SureMass(3, 3, 3, 8, scale=0.2, least_mass=0.8),
   GapTree(3, 3, 3, 8),
+  CaPE(3, 3, 3, 8, siblings=(2, 2, 1, 0)),
 )
 
 

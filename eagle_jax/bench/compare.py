@@ -26,6 +26,7 @@ from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.positions import Positions, Replayed, grow_everywhere, replay
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.costs import StepTimes, interpolate
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -62,6 +63,7 @@ def candidates(*, lookup: bool, has_costs: bool, num_nodes: Sequence[int] = NUM_
     stopping += [SVIP(**shape, most_rejected=x) for shape in (narrow, wide) for x in REJECTIONS]
     stopping += [SureMass(**wide, least_mass=x) for x in MASSES]
     stopping += [GapTree(widest, widest, DEPTHS[-1], n, lookup)]
+    stopping += [CaPE(**sizes, width=width, max_depth=DEPTHS[-1]) for width in (1, widest)]  # the paper's is the first
     if has_costs:
       cut: Any = {**wide, 'smaller': tuple(sorted({1, n // 4, n // 2}))}
       stopping += [Adaptive(**cut, thresholds=(x, x)) for x in THRESHOLDS]

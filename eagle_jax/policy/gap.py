@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.policy.trees import Level
-from eagle_jax.policy.tuned import TunedTree
+from eagle_jax.policy.tuned import TunedTree, offer_likeliest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,5 +34,4 @@ class GapTree(TunedTree):
     best_BWC = level.log_p[..., :2]
     gap_BW1 = best_BWC[..., :1] - best_BWC[..., 1:] if fanout > 1 else jnp.zeros_like(best_BWC)
     num_BW1 = jnp.maximum(jnp.round(fanout * jax.nn.sigmoid(-arrays['steepness'] * (gap_BW1 - 1))), 1)
-    is_offered_BWC = jnp.arange(fanout, dtype=jnp.float32).reshape(1, 1, -1) < num_BW1
-    return jnp.where(is_offered_BWC, super().score(arrays, level), -jnp.inf)
+    return offer_likeliest(super().score(arrays, level), num_BW1)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
@@ -19,6 +20,7 @@ KINDS: dict[str, Any] = {
   'svip': SVIP,
   'sure_mass': SureMass,
   'gap': GapTree,
+  'cape': CaPE,
 }
 
 

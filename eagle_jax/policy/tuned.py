@@ -13,6 +13,12 @@ from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.tree import Candidates
 
 
+def offer_likeliest(score_BWC: jax.Array, num_BW1: jax.Array) -> jax.Array:
+  """Keep the scores of each frontier node's `num_BW1` likeliest children, which come first: the others are -inf."""
+  rank_11C = jnp.arange(score_BWC.shape[2], dtype=num_BW1.dtype).reshape(1, 1, -1)
+  return jnp.where(rank_11C < num_BW1, score_BWC, -jnp.inf)
+
+
 @dataclasses.dataclass(frozen=True)
 class TunedTree(DynamicTree):
   """A dynamic tree whose target pass is compiled for several sizes: the smallest that holds what was drafted runs.
@@ -38,10 +44,17 @@ class TunedTree(DynamicTree):
         f'got {self.smaller}.'
       )
     for field in self.tunable:
-      value = getattr(self, field)
-      if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f'{name}: `{field}` must be a finite number, got {value!r}.')
-      object.__setattr__(self, field, float(value))
+      object.__setattr__(self, field, self._floats(field))
+
+  def _floats(self, field: str) -> float | tuple[float, ...]:
+    """Convert a tunable field to a float, or to a tuple of floats if its default is a tuple."""
+    value, is_tuple = getattr(self, field), isinstance(getattr(type(self), field), tuple)
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    is_finite = all(isinstance(part, numbers.Real) and math.isfinite(part) for part in parts)
+    if not is_finite or is_tuple != isinstance(value, (tuple, list)):
+      expected = 'a tuple of finite numbers' if is_tuple else 'a finite number'
+      raise ValueError(f'{type(self).__name__}: `{field}` must be {expected}, got {value!r}.')
+    return tuple(map(float, parts)) if is_tuple else float(value)
 
   @property
   def sizes(self) -> tuple[int, ...]:
