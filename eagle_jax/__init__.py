@@ -23,6 +23,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.hub import load_drafter, load_target, save_drafter
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.ddd import DDD
@@ -41,8 +42,8 @@ except PackageNotFoundError:  # imported from a folder that was not installed
 __url__ = ''  # of the repository, once it has one that notebooks can install from
 
 __all__ = [
-  'DDD', 'SVIP', 'Adaptive', 'CaPE', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'GapTree', 'Generation', 'GumbelMax',
-  'Plain', 'StaticTree', 'SureMass', 'Target',
+  'C2T', 'DDD', 'SVIP', 'Adaptive', 'CaPE', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'GapTree', 'Generation',
+  'GumbelMax', 'Plain', 'StaticTree', 'SureMass', 'Target',
   'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
   'viz',
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from eagle_jax.policy.kinds import KINDS
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
-NUMBERS = 'least_log_mass', 'scale', 'most_rejected', 'least_mass', 'steepness', 'confidences', 'siblings'
+NUMBERS = [name for form in KINDS.values() for name in getattr(form, 'tunable', ())]
 FIELDS = 'num_nodes', 'max_depth', 'width', 'fanout', 'lookup', *NUMBERS  # flags that are fields of policies
 
 
@@ -33,6 +33,7 @@ flags.DEFINE_float('scale', None, f'Square of the share rejected, over entropy i
 flags.DEFINE_float('most_rejected', None, f'Largest sqrt(scale * entropy) to draft on {where("most_rejected")}.')
 flags.DEFINE_float('least_mass', None, f'Least probability of a level, weighted by 1 - that {where("least_mass")}.')
 flags.DEFINE_float('steepness', None, f'How fast siblings become fewer, 1 / nats {where("steepness")}.')
+flags.DEFINE_float('least_accepted', None, f'Least probability of acceptance {where("least_accepted")}.')
 flags.DEFINE_multi_float('confidences', None, f'Upper end of a bin of confidence {where("confidences")}.')
 flags.DEFINE_multi_integer('siblings', None, f'Siblings in a bin of confidence {where("siblings")}.')
 flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of new tokens for each prompt.', lower_bound=1)

@@ -27,6 +27,7 @@ from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import Plain
 from eagle_jax.sampling import GumbelMax, choose
+from tiny_costs import COSTS
 
 PRIME, ODD = 0x9E3779B1, 0x85EBCA6B
 
@@ -189,7 +190,7 @@ def build(
 ) -> tuple[Params, Spec]:
   """Params (the pair has none) and spec of the oracle pair; `Plain()` takes no drafter."""
   drafter = NoDrafter() if isinstance(policy, Plain) else drafter or OracleDrafter(vocab_size)
-  arrays = policy.arrays(None, None, None) if arrays is None else arrays
+  arrays = policy.arrays(COSTS, None, None) if arrays is None else arrays
   return Params({}, {}, arrays), Spec(OracleTarget(vocab_size), drafter, policy.static(), chooser or GumbelMax())
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import eagle_jax
@@ -14,8 +15,12 @@ from eagle_jax.bench.comparison import Row, dynamic_tau, table
 from eagle_jax.bench.plots import plot_comparison
 from eagle_jax.bench.questions import Question
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
-from eagle_jax.evaluate.positions import Replayed, find_path, grow_everywhere, replay
+from eagle_jax.evaluate.classifier import Labelled, fit, label
+from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.positions import Grown, Positions, Replayed, find_path, grow_everywhere, replay
+from eagle_jax.policy import cost_store
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.c2t import C2T, Classifier
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -34,6 +39,7 @@ STOPPING = (
   SVIP(**SIZES, smaller=(14,), scale=0.2, most_rejected=0.6),
   SureMass(**SIZES, smaller=(14,), scale=0.1, least_mass=0.4),
   Adaptive(**SIZES, smaller=(4,), thresholds=(0.5, 1.0)),
+  C2T(**SIZES, smaller=(2, 4), least_accepted=0.7),
 )
 GAP = GapTree(**SIZES, steepness=2.0)
 CAPE = CaPE(**SIZES, smaller=(8,), confidences=(0.2, 0.4), siblings=(2, 1, 0))
@@ -78,8 +84,8 @@ def examples(target, drafter):
 
 @pytest.fixture(scope='module')
 def grown(target, drafter, examples):
-  deepest = (DynamicTree(4, 3, 5, 20), Chain(3), GAP, CAPE)
-  return [grow_everywhere(target, drafter, examples, policy=policy, num_rows=5) for policy in deepest]
+  deepest = (DynamicTree(4, 3, 5, 20), Chain(3), GAP, CAPE, C2T(**SIZES))
+  return [grow_everywhere(target, drafter, examples, policy=policy, costs=COSTS, num_rows=5) for policy in deepest]
 
 
 def replayed(target, drafter, grown, policy) -> Replayed:
@@ -117,7 +123,7 @@ def test_other_numbers_compile_nothing(target, drafter, grown):
 
 
 def test_trees_that_grow_otherwise_are_refused(target, drafter, grown):
-  wide, _, by_gap, by_bins = grown
+  wide, _, by_gap, by_bins, _ = grown
   others = Chain(2), DynamicTree(3, 3, 3, 5), DynamicTree(4, 3, 6, 12), dataclasses.replace(TREE, lookup=True), GAP
   for policy in (*others, StaticTree([(0,), (1,)])):
     with pytest.raises(ValueError, match='must hold') as raised:
@@ -135,6 +141,52 @@ def test_a_text_is_followed_through_a_tree():
   tree = Candidates(jnp.array([9, 4, 6, 4, NO_TOKEN]), jnp.array([-1, 0, 0, 2, 2]), zero_A, zero_A)
   for text, path in (([6, 4, 1], [2, 3, 5]), ([4, 4, 4], [1, 5, 5]), ([5, 6, 4], [5, 5, 5])):
     assert find_path(tree, jnp.asarray(text)).tolist() == path
+
+
+# The classifier.
+
+
+def test_nodes_are_labelled_by_the_text_and_none_beyond_its_end():
+  """An answer of three tokens: at the second position, nodes of depth 2 lie beyond its end."""
+  policy, feature = DynamicTree(1, 2, 2, 3), np.zeros((4, 1), np.float32)
+  example = Example(0, np.arange(5), np.arange(5) > 1, feature)
+  zero_2A = np.zeros((2, 5), np.float32)
+  log_q_2A = np.array([[0, -1, -2, -3, -np.inf], [0, -4, -5, -6, -7]], np.float32)
+  seen = Candidates(zero_2A, zero_2A, log_q_2A, log_q_2A, log_q_2A / -10)
+  nodes = label(Positions(policy, [example], [Grown(seen, np.array([[1, 3], [5, 5]]))]))
+  expected = [(-1, 0.1, 1, True), (-2, 0.2, 1, False), (-3, 0.3, 2, True), (-4, 0.4, 1, False), (-5, 0.5, 1, False)]
+  np.testing.assert_allclose(np.column_stack(nodes), expected, rtol=1e-6)
+
+
+def test_a_classifier_learns_how_likely_nodes_are_accepted():
+  rng = np.random.default_rng(0)
+  log_q_n, entropy_n, depth_n = rng.uniform(-8, 0, 20_000), rng.uniform(0, 4, 20_000), rng.integers(1, 7, 20_000)
+  p_n = 1 / (1 + np.exp(-(2 + log_q_n - 0.5 * entropy_n + 0.2 * depth_n)))
+  inputs_n3 = np.stack([log_q_n, entropy_n, depth_n], axis=1).astype(np.float32)
+  fitted = fit(Labelled(inputs_n3, rng.random(20_000) < p_n), num_steps=600)
+  logit_n = Classifier(*map(jnp.float32, fitted)).logit(*jnp.asarray(inputs_n3.T))
+  assert np.abs(1 / (1 + np.exp(-logit_n)) - p_n).mean() < 0.02
+  with pytest.raises(ValueError, match='got 9 nodes, of which 0%'):
+    fit(Labelled(inputs_n3[:9], np.zeros(9, bool)))
+
+
+def test_a_classifier_is_fitted_to_a_pair_and_stored_with_its_costs(target, drafter, monkeypatch, tmp_path):
+  monkeypatch.setattr(compare, 'WIDTHS', (2,))
+  monkeypatch.setattr(compare, 'DEPTHS', (3,))
+  monkeypatch.setattr(compare, 'find_costs', lambda target, drafter: None)
+  with pytest.raises(ValueError, match='run launch/cost.py first'):
+    compare.fit_classifier(target, drafter, ASKED, TEMPERATURES, max_new_tokens=8)
+  known = dataclasses.replace(COSTS, classifier=None)
+  with pytest.raises(ValueError, match='run launch/classifier.py'):
+    C2T().arrays(known, target, drafter)
+  monkeypatch.setattr(compare, 'find_costs', lambda target, drafter: known)
+  costs = compare.fit_classifier(target, drafter, ASKED, TEMPERATURES, max_new_tokens=8)
+  assert dataclasses.replace(costs, classifier=None) == known
+  assert cost_store.read(cost_store.write(costs, tmp_path)) == costs
+  likely, unlikely = (
+    Classifier(*map(jnp.float32, costs.classifier)).logit(*map(jnp.float32, (log_q, 1, 2))) for log_q in (-0.1, -6)
+  )
+  assert likely > unlikely
 
 
 # The comparison.
@@ -178,7 +230,7 @@ def test_every_policy_has_a_row_at_every_temperature(rows):
       drawn = {kind for name, kind, at in kinds if (name, at) == (series, temperature)} - {'plain'}
       every = {'chain', 'dynamic', 'ddd', 'svip', 'sure_mass', 'gap', 'cape'}
       expected = every if series != 'drafter + lookup' else {'chain'}
-      assert drawn == expected | ({'adaptive'} if series == 'drafter' else set())
+      assert drawn == expected | ({'adaptive', 'c2t'} if series == 'drafter' else set())
   plain = [row for row in rows if row.kind == 'plain']
   assert [(row.tau, row.measured) for row in plain] == [(1.0, False)] * 2 + [(1.0, True)] * 2
   assert plain[0].rate == pytest.approx(100.0)

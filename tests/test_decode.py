@@ -25,6 +25,7 @@ from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -52,6 +53,7 @@ RULED = (
   (SureMass(4, 3, 3, 8, smaller=(4,), scale=0.1, least_mass=0.1), {'least_mass': 0.0}),
   (GapTree(4, 3, 3, 8), {'steepness': 50.0}),
   (CaPE(4, 3, 3, 8), {'siblings': (0, 0, 0, 0)}),
+  (C2T(4, 3, 3, 8, smaller=(4,), least_accepted=0.1), {'least_accepted': 0.0}),
 )
 
 
@@ -108,11 +110,11 @@ def test_generate_matches_plain_decoding(target, drafter, plain, policy):
 def test_rules_change_no_text_and_their_numbers_compile_nothing(target, drafter, plain, policy, other):
   """With the other number the rule never stops, or offers fewer siblings."""
   for how, expected in reversed([*zip(SAMPLINGS, plain, strict=True)]):
-    out = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, **how)
+    out = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, costs=COSTS, **how)
     assert out.tokens == expected.tokens
   tuned = dataclasses.replace(policy, **other)
   with compile_events() as events:
-    full = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=tuned)
+    full = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=tuned, costs=COSTS)
   assert events == []
   assert full.tokens == plain[0].tokens
   assert full.stats['policy'] == tuned.describe()

@@ -28,7 +28,8 @@ ORDER = {
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': (
-    '__init__', 'trees', 'tuned', 'adaptive', 'ddd', 'svip', 'sure_mass', 'gap', 'cape', 'kinds', 'costs', 'cost_store',
+    '__init__', 'trees', 'tuned', 'adaptive', 'ddd', 'svip', 'sure_mass', 'gap', 'cape', 'c2t', 'kinds', 'costs',
+    'cost_store',
   ),
   'draft': (
     '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'medusa', 'block',
@@ -39,7 +40,8 @@ ORDER = {
     'batching', 'generate', '__init__',
   ),
   'evaluate': (
-    '__init__', 'example', 'features', 'guesses', 'answered', 'trace', 'positions', 'calibration', 'random_pairs',
+    '__init__', 'example', 'features', 'guesses', 'answered', 'trace', 'positions', 'classifier', 'calibration',
+    'random_pairs',
   ),
   'viz': ('words', 'layout', 'picture', 'page', '__init__'),
 }  # fmt: skip

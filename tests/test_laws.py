@@ -19,14 +19,16 @@ from eagle_jax.kernels import cpu
 from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import Experts, SwiGLU, find_asked, route
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostModel, StepCosts, best_size, is_level_worth
+from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import EAGLE1_PATHS, Chain, DynamicTree, Level, StaticTree
-from eagle_jax.tree import NO_PARENT, NO_TOKEN, DraftTree, ancestor_mask, depth, rerank
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates, DraftTree, ancestor_mask, depth, rerank
 from oracle import numpy_keep
+from tiny_costs import COSTS
 
 pytestmark = pytest.mark.optimised
 
@@ -253,6 +255,7 @@ def test_policy_descriptions_and_equality():
     (lambda: SureMass(least_mass=None), 'SureMass: `least_mass`.*None'),
     (lambda: GapTree(steepness=np.nan), 'GapTree: `steepness`.*nan'),
     (lambda: GapTree(steepness=(1, 2)), r'GapTree: `steepness`.*\(1, 2\)'),
+    (lambda: C2T(least_accepted=1), 'C2T: `least_accepted`.*1.0'),
     (lambda: CaPE(confidences=0.3), 'CaPE: `confidences`.*0.3'),
     (lambda: CaPE(confidences=(0.3, 0.3, 0.8)), r'CaPE: `confidences`.*\(0.3, 0.3, 0.8\)'),
     (lambda: CaPE(siblings=(7, 5, 3)), r'CaPE: `siblings`.* 4 .*\(7.0, 5.0, 3.0\)'),
@@ -271,13 +274,40 @@ def test_bad_policies_are_refused(make, words):
 
 
 def test_cape_offers_siblings_by_the_probability_of_the_likeliest_child():
-  """A bin begins at its lower end."""
   policy = CaPE(width=6, confidences=(0.25, 0.5, 0.75), siblings=(6, 4, 2, 0))
-  log_p_16C = np.log([[[p] + [p / 8] * 7 for p in (0.1, 0.25, 0.4, 0.5, 0.7, 0.75)]]).astype(np.float32)
+  log_p_16C = np.log([[[p] + [p / 8] * 7 for p in (0.1, 0.26, 0.4, 0.51, 0.7, 0.76)]]).astype(np.float32)
   seen = Level(1, jnp.full((1, 6), -1.0), jnp.ones(1, bool), jnp.asarray(log_p_16C))
   score_16C = policy.score(policy.arrays(None, None, None), seen)
   assert (score_16C > -jnp.inf).sum(axis=2).tolist() == [[7, 5, 5, 3, 3, 1]]
   np.testing.assert_array_equal(score_16C[0, :, 0], log_p_16C[0, :, 0] - 1)
+
+
+def test_a_classifier_scores_a_path_by_its_least_likely_node():
+  """The log-odds are 1 + log_q - entropy / 10 + depth / 2, and depth is 3."""
+  policy = C2T(2, 2, 3, 6, smaller=(2, 4), least_accepted=0.25)
+  arrays = policy.arrays(COSTS, None, None)
+  log_q_12, log_p_122 = np.array([[-1, -2]], np.float32), np.array([[[-0.1, -3], [-0.5, -np.inf]]], np.float32)
+  child_entropy_12, score_12 = jnp.array([[1.0, 20.0]]), jnp.array([[-0.5, -4.0]])
+  seen = Level(2, jnp.asarray(log_q_12), jnp.ones(1, bool), jnp.asarray(log_p_122), None, child_entropy_12, score_12)
+  own_122 = -np.log1p(np.exp(-(2.5 + log_q_12[..., None] + np.maximum(log_p_122, -28) - [[[0.1], [2.0]]])))
+  expected_122 = np.minimum(own_122, score_12[..., None])
+  np.testing.assert_allclose(policy.score(arrays, seen), expected_122, rtol=1e-5)
+  assert expected_122[0, 0, 0] == -0.5 > expected_122[0, 0, 1]  # the parent's, and its own
+  for best, is_worth in ((0.26, True), (0.24, False)):
+    frontier = seen._replace(score=jnp.log(jnp.array([[0.1, best]])))
+    assert policy.keep_going(arrays, frontier) == is_worth
+    assert not policy.keep_going(arrays, frontier._replace(is_live=jnp.zeros(1, bool)))
+
+
+def test_a_classifier_decides_how_many_nodes_are_verified():
+  policy = C2T(2, 2, 3, 6, smaller=(2, 4), least_accepted=0.25)
+  accepted_BA = np.array([[1, 0.9, 0.1, 0.5, 0.2, 0.2, 0.1], [1, *[0.9] * 6]], np.float32)
+  zero_BA = jnp.zeros(accepted_BA.shape)
+  seen = Candidates(zero_BA, zero_BA, zero_BA, jnp.log(accepted_BA))
+  for live, size in (([True, False], 4), ([True, True], 6), ([False, False], 2)):
+    index, score_BA = policy.select(policy.arrays(COSTS, None, None), seen, jnp.asarray(live))
+    assert policy.sizes[index] == size
+    np.testing.assert_array_equal(score_BA > -jnp.inf, accepted_BA > 0.25)
 
 
 def test_policy_sizes_become_python_integers():

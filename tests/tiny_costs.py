@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from eagle_jax.policy.c2t import Classifier
 from eagle_jax.policy.costs import Bytes, Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
 
 SHORT = StepTimes(
@@ -22,6 +23,8 @@ COSTS = Costs(
   modelled=(Rate('chain', {'max_depth': 3}, 111.1, 2.0), Rate('plain', {}, 100.0, 1.0)), num_ids=97,
   is_quantised=False,
   vocabularies=(Vocabulary(64, True, 0.75, 2.0, 17.0),),
+  # log-odds 1 + log_q - entropy / 10 + depth / 2: a likely child is worth more than its parent
+  classifier=Classifier([[-1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]], [-1.0, -0.1, 0.5], 1.0),
 )  # fmt: skip
 
 TIMINGS = Timings(**{field.name: getattr(COSTS, field.name) for field in dataclasses.fields(Timings)})

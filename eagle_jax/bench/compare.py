@@ -22,12 +22,14 @@ from eagle_jax.decode.step import tau
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of as drafter_kind
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
+from eagle_jax.evaluate.classifier import fit, label
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.positions import Positions, Replayed, grow_everywhere, replay
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
-from eagle_jax.policy.costs import StepTimes, interpolate
+from eagle_jax.policy.costs import Costs, StepTimes, interpolate
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.sure_mass import SureMass
@@ -41,11 +43,12 @@ STOPPING_NODES = (8, 16, 32, 64)
 LOG_MASSES = (-0.1, -0.3, -1.0, -2.0)  # DDD; the paper's is the second
 REJECTIONS = (0.2, 0.3, 0.45, 0.6)  # SVIP; the paper's is the second
 MASSES = (0.1, 0.3, 0.5, 0.7)
+ACCEPTED = (0.02, 0.05, 0.1, 0.2)  # C2T
 THRESHOLDS = (1.0, 1.5, 2.0, 3.0)  # adaptive: tokens that a plain step's time must bring
 
 
-def candidates(*, lookup: bool, has_costs: bool, num_nodes: Sequence[int] = NUM_NODES) -> list[TreePolicy]:
-  """List the policies to compare, of at most `max(num_nodes)` nodes."""
+def candidates(*, lookup: bool, costs: Costs | None, num_nodes: Sequence[int] = NUM_NODES) -> list[TreePolicy]:
+  """List the policies to compare, of at most `max(num_nodes)` nodes, for which these costs hold enough."""
   chains = [Chain(n - 1, lookup) for n in num_nodes]
   trees = [
     DynamicTree(width, width, depth, n, lookup)
@@ -64,7 +67,9 @@ def candidates(*, lookup: bool, has_costs: bool, num_nodes: Sequence[int] = NUM_
     stopping += [SureMass(**wide, least_mass=x) for x in MASSES]
     stopping += [GapTree(widest, widest, DEPTHS[-1], n, lookup)]
     stopping += [CaPE(**sizes, width=width, max_depth=DEPTHS[-1]) for width in (1, widest)]  # the paper's is the first
-    if has_costs:
+    if costs is not None and costs.classifier is not None:
+      stopping += [C2T(**wide, least_accepted=x) for x in ACCEPTED]
+    if costs is not None:
       cut: Any = {**wide, 'smaller': tuple(sorted({1, n // 4, n // 2}))}
       stopping += [Adaptive(**cut, thresholds=(x, x)) for x in THRESHOLDS]
   fixed = [] if lookup or StaticTree().num_nodes > max(num_nodes) else [StaticTree()]
@@ -88,12 +93,17 @@ def record_answers(
 
 
 def grow_all(
-  target: Target, drafter: Drafter, examples: Sequence[Example], policies: Sequence[TreePolicy]
+  target: Target,
+  drafter: Drafter,
+  examples: Sequence[Example],
+  policies: Sequence[TreePolicy],
+  *,
+  costs: Costs | None = None,
 ) -> Iterator[tuple[Positions, list[TreePolicy]]]:
   """Grow as few sets of trees as hold those of all policies; yield each with its policies."""
   left = sorted(policies, key=lambda policy: -policy.max_depth)
   while left:
-    positions = grow_everywhere(target, drafter, examples, policy=left[0])
+    positions = grow_everywhere(target, drafter, examples, policy=left[0], costs=costs)
     yield positions, [policy for policy in left if positions.holds(policy)]
     left = [policy for policy in left if not positions.holds(policy)]
 
@@ -151,11 +161,11 @@ def compare(
     costs = next((one for one in known if one.drafter == drafter.config.name), None)
     times = known[0].times[0] if known else None  # verification is the target's, whatever drafts
     for lookup in (False, True) if drafter_kind(drafter.config).has_logits else (False,):
-      policies = candidates(lookup=lookup, has_costs=costs is not None, num_nodes=num_nodes)
+      policies = candidates(lookup=lookup, costs=costs, num_nodes=num_nodes)
       reduced = drafter if costs is None else drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
       fitting = [policy for policy in policies if max(policy.fanouts) <= reduced.config.num_ids]
       fitting += [] if rows else [Plain()]
-      sets = grow_all(target, reduced, examples, fitting)
+      sets = grow_all(target, reduced, examples, fitting, costs=costs)
       for positions, own in progress(sets, desc=f'{drafter.config.name}{", lookup" * lookup}'):
         for policy in own:
           replayed = replay(positions, policy, policy.arrays(costs, target, reduced), max_new_tokens=max_new_tokens)
@@ -195,6 +205,38 @@ def select(replayed: Replayed, numbers: Sequence[int]) -> Replayed:
     for name in ('num_accepted', 'num_new_tokens', 'num_nodes', 'num_levels')
   }
   return dataclasses.replace(replayed, **parts)
+
+
+def fit_classifier(
+  target: Target,
+  drafter: Drafter,
+  questions: Sequence[Question],
+  temperatures: Sequence[float],
+  *,
+  max_new_tokens: int,
+  progress: Callable = lambda x, **_: x,
+) -> Costs:
+  """Fit the classifier of `C2T` along the target's own answers, and add it to the stored costs. Args: as `compare`.
+
+  Raises:
+    ValueError: no costs are stored for the pair, or as in `compare` and `evaluate.classifier.fit`.
+  """
+  costs = find_costs(target, drafter)
+  if costs is None:
+    raise ValueError(
+      f'A classifier is stored with costs, and there are none of {drafter.config.name!r} for '
+      f'{target.config.name!r} on this device: run launch/cost.py first.'
+    )
+  answers = [
+    answer
+    for temperature in progress(temperatures, desc='answers')
+    for answer in record_answers(target, questions, temperature, max_new_tokens=max_new_tokens)
+  ]
+  reduced = drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
+  examples = make_examples(target, reduced, answers, dtype=jnp.float32)
+  width = min(WIDTHS[-1], reduced.config.num_ids)
+  positions = grow_everywhere(target, reduced, examples, policy=DynamicTree(width, width, DEPTHS[-1], 2))
+  return dataclasses.replace(costs, classifier=fit(label(positions)))
 
 
 def decode_best(

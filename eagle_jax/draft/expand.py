@@ -36,6 +36,7 @@ class Frontier(NamedTuple):
   log_q: jax.Array  # [W] f32, log-probability of the path; -inf where unused
   candidate: jax.Array  # [W] i32, candidate numbers
   parent_slot: jax.Array  # [W] i32, the parent's slot in the previous frontier
+  score: jax.Array  # [W] f32, as ranked by the policy; 0 at the root
   entropy: Any = None  # [W] f32, of the distribution that each was drawn from; None unless the policy needs it
 
 
@@ -98,9 +99,9 @@ def expand(
   parent_n = jnp.repeat(frontier.candidate, fanout)
   entropy_n = None if children.entropy is None else jnp.repeat(children.entropy, fanout)
   level = Candidates(token_n, parent_n, log_q_WC.reshape(-1), score_n, entropy_n)
-  _, best_W = jax.lax.top_k(score_n, width)
+  score_W, best_W = jax.lax.top_k(score_n, width)
   entropy_W = None if entropy_n is None else entropy_n[best_W]
-  return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, best_W // fanout, entropy_W)
+  return level, Frontier(token_n[best_W], level.log_q[best_W], first + best_W, best_W // fanout, score_W, entropy_W)
 
 
 def grow(
@@ -131,14 +132,15 @@ def grow(
     log_p_BWC = jnp.where(jnp.isnan(children.log_p), -jnp.inf, children.log_p)
     children = children._replace(log_p=log_p_BWC)
     children = children._replace(entropy=entropies(children) if policy.needs_entropy else None)
-    seen = Level(depth, frontier.log_q, None, log_p_BWC, frontier.entropy, children.entropy)
+    seen = Level(depth, frontier.log_q, None, log_p_BWC, frontier.entropy, children.entropy, frontier.score)
     score_BWC = context.score(seen)
     run = functools.partial(expand, width=width)
     return jax.vmap(run, (0, 0, 0, None))(frontier, children, score_BWC, jnp.asarray(first_d)[depth])
 
   def level(grown: tuple[Any, Frontier], depth: jax.Array, *, shape: Shape) -> tuple[tuple[Any, Frontier], Candidates]:
     run = functools.partial(step, depth=depth, fanout=shape.fanout)
-    keep_going = context.keep_going(Level(depth, grown[1].log_q, entropy=grown[1].entropy))
+    seen = Level(depth, grown[1].log_q, entropy=grown[1].entropy, score=grown[1].score)
+    keep_going = context.keep_going(seen)
     children, carry = run(*grown) if keep_going is None else _run_if(keep_going, run, *grown)
     candidates, frontier = expand_batch(grown[1], children, depth, shape.next_width)
     return (carry, frontier), candidates
@@ -146,7 +148,7 @@ def grow(
   zero_B1 = jnp.zeros((root_B.shape[0], 1), jnp.int32)
   log_q_B1 = jnp.zeros(zero_B1.shape, jnp.float32)
   entropy_B1 = log_q_B1 if policy.needs_entropy else None
-  root = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1, entropy_B1)
+  root = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1, log_q_B1, entropy_B1)
   of_root, frontier = expand_batch(root, roots, 0, first_width(policy))
   levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1, entropy_B1), of_root]
   grown = carry, frontier

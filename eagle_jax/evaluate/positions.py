@@ -21,6 +21,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import NUM_ROWS, Traced, first_answer, replay_batches
 from eagle_jax.models.transformer import Target
+from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.trees import Level, TreePolicy, level_starts
 from eagle_jax.sharding import to_host
 from eagle_jax.tree import Candidates
@@ -90,20 +91,32 @@ def _ranking(policy: Any) -> Any:
   """Identify the rule and the numbers by which a policy ranks children; None for the probability of their path."""
   if not ranks_by_rule(policy):
     return None
-  sizes = 'num_nodes', 'max_depth', 'smaller'
-  return type(policy), [getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name not in sizes]
+  others = 'num_nodes', 'max_depth', 'smaller', 'least_accepted'  # no `score` reads these
+  return type(policy), [getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name not in others]
 
 
 def grow_everywhere(
-  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int = NUM_ROWS
+  target: Target,
+  drafter: Drafter,
+  examples: Sequence[Example],
+  *,
+  policy: TreePolicy,
+  costs: Costs | None = None,
+  num_rows: int = NUM_ROWS,
 ) -> Positions:
-  """Grow a policy's trees to their full depth at every position of recorded answers. Args and errors: as `trace`."""
+  """Grow a policy's trees to their full depth at every position of recorded answers.
+
+  Args: as in `trace`; `costs` are what the policy's scores need.
+
+  Raises:
+    ValueError: as `trace`, or costs are missing.
+  """
   zero_0A: Any = np.zeros((0, level_starts(policy)[-1]), np.float32)
   integer_0A = zero_0A.astype(np.int32)
   nowhere = Grown(Candidates(integer_0A, integer_0A, zero_0A, zero_0A, zero_0A), integer_0A[:, : policy.max_depth])
   by_number = [nowhere for _ in examples]
   whole = Whole(policy, policy.lookup)
-  for batch in replay_batches(target, drafter, examples, policy=whole, num_rows=num_rows):
+  for batch in replay_batches(target, drafter, examples, policy=whole, costs=costs, num_rows=num_rows):
     state, steps = batch.state, []
     while not bool(state.is_done.all()):
       state, grown = _grow_step(batch.params, state, spec=batch.spec)
@@ -180,9 +193,10 @@ def _drafted(rules: Any, candidates: Candidates, policy: TreePolicy) -> Candidat
   starts = level_starts(policy)
   for depth in range(1, policy.max_depth):
     first, end = starts[depth - 1], starts[depth]
-    _, best_1W = jax.lax.top_k(score[:, first:end], policy.widths[depth])
+    score_1W, best_1W = jax.lax.top_k(score[:, first:end], policy.widths[depth])
     log_q_1W, entropy_1W = (jnp.take_along_axis(x[:, first:end], best_1W, axis=1) for x in (log_q, candidates.entropy))
-    keep_going = policy.keep_going(rules, Level(depth, log_q_1W, jnp.ones(1, bool), entropy=entropy_1W))
+    frontier = Level(depth, log_q_1W, jnp.ones(1, bool), entropy=entropy_1W, score=score_1W)
+    keep_going = policy.keep_going(rules, frontier)
     going = going if keep_going is None else going & keep_going
     log_q, score = (x.at[:, end : starts[depth + 1]].min(jnp.where(going, jnp.inf, -jnp.inf)) for x in (log_q, score))
   return candidates._replace(log_q=log_q, score=score)

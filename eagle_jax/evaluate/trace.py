@@ -24,6 +24,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.features import split_taps
 from eagle_jax.models.transformer import Target
+from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import to_host
@@ -272,12 +273,18 @@ class ReplayBatch(NamedTuple):
 
 
 def replay_batches(
-  target: Target, drafter: Drafter, examples: Sequence[Example], *, policy: TreePolicy, num_rows: int
+  target: Target,
+  drafter: Drafter,
+  examples: Sequence[Example],
+  *,
+  policy: TreePolicy,
+  costs: Costs | None = None,
+  num_rows: int,
 ) -> Iterator[ReplayBatch]:
-  """Prefill recorded answers, `num_rows` at a time, the shortest first. Args and errors: as `trace`."""
+  """Prefill recorded answers, `num_rows` at a time, the shortest first. Args and errors: as `trace` and `build`."""
   if not examples:
     raise ValueError('`examples` must hold at least one example, got none.')
-  params, spec = build(target, drafter, policy=policy)
+  params, spec = build(target, drafter, policy=policy, costs=costs)
   require_recorded(target, drafter, examples)
   spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size, target.config.width))
   answers = [first_answer(example) for example in examples]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostTables, StepCosts
+from eagle_jax.policy.c2t import Classifier
 from eagle_jax.policy.kinds import KINDS, kind_of
 from eagle_jax.policy.trees import TreePolicy
 
@@ -120,6 +121,7 @@ class Costs(Timings):
   spread: float = SPREAD
   margin: float = MARGIN
   lookup_weights: tuple[float, float] | None = None  # see `draft.lookup.WEIGHTS`; None: the defaults
+  classifier: Classifier | None = None  # see `policy.c2t`; None: launch/classifier.py has not been run
 
   @property
   def speedup(self) -> float:

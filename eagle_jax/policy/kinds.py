@@ -3,6 +3,7 @@
 from typing import Any
 
 from eagle_jax.policy.adaptive import Adaptive
+from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -21,6 +22,7 @@ KINDS: dict[str, Any] = {
   'sure_mass': SureMass,
   'gap': GapTree,
   'cape': CaPE,
+  'c2t': C2T,
 }
 
 

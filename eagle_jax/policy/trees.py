@@ -39,6 +39,7 @@ class Level(NamedTuple):
   # (None before drafting). None unless the policy `needs_entropy`.
   entropy: Any = None
   child_entropy: Any = None
+  score: Any = None  # [B, W] f32, of each frontier node, 0 for the root: see `TreePolicy.score`
 
   @property
   def is_used(self) -> jax.Array:
