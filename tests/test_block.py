@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import Chain, DynamicTree
-from eagle_jax.train.loop import train
+from eagle_jax.train.data import batches
+from eagle_jax.train.loop import begin, frozen_inputs, initial_params
 from eagle_jax.train.run import first_weights
-from eagle_jax.train.step import Objective, Recipe
+from eagle_jax.train.step import Objective, Recipe, train_step
 
 CONFIG = BlockConfig(**dataclasses.asdict(tiny.DRAFTER), rank=8)
 PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 7)] for first in range(8)]
@@ -61,14 +63,16 @@ def started(target, drafter, policy):
   params, spec = build(target, drafter, policy=policy)
   token_BL, length_B = jnp.asarray([[5, 3, 8, 1], [9, 9, 2, 0]]), jnp.asarray([4, 3])
   taps = Taps(jax.random.normal(jax.random.key(4), (32, 2, 4)))
-  return spec.drafter, params.drafter, spec.drafter.start(params.drafter, token_BL, taps, length_B, 32, length_B)
+  start = jax.jit(spec.drafter.start, static_argnums=4)
+  return spec.drafter, params.drafter, start(params.drafter, token_BL, taps, length_B, 32, length_B)
 
 
 def test_children_depend_on_their_parent_and_on_nothing_else_above(target, drafter):
   """Slots filled one after the other, corrected by the token of a node, give what the tree says of its children."""
   policy = DynamicTree(3, 3, 3, 20)
-  network, params, state = started(target, drafter, policy)
-  grown = network.propose(params, state, jnp.array([5, 7]), policy, tiny.context(policy, batch=2))
+  (network, params, state), root_B = started(target, drafter, policy), jnp.array([5, 7])
+  propose = jax.jit(lambda params, state: network.propose(params, state, root_B, policy, tiny.context(policy, batch=2)))
+  grown = propose(params, state)
   token_BA, parent_BA, log_q_BA = map(np.asarray, grown[:3])
 
   @functools.partial(jax.jit, static_argnames='depth')
@@ -121,17 +125,21 @@ def test_training_may_begin_with_an_eagle_head(target, tmp_path):
   assert not np.asarray(first.params['below']['weight']).any()
 
 
-def test_a_trained_block_is_accepted_whole(tmp_path):
-  """Each slot learns its own distance: a label off by one would leave none of them right, at a loss as low."""
-  target, period = tiny.counting(), 12
+def test_a_trained_block_is_accepted_whole():
+  """The slot learns its own distance: a label off by one would leave it wrong, at a loss as low."""
+  target, period, network = tiny.counting(), 12, Block(CONFIG)
   answers = [AnswerTokens(i, [i], [(i + 1 + j) % period for j in range(31)]) for i in range(period)]
   examples = make_examples(target, Drafter(CONFIG, {}), answers)
+  sizes = {'num_rows': 2, 'num_places': 32}
+  objective = Objective(regression=0.0, num_steps=2)
   recipe = Recipe(
-    num_steps=160, num_rows=2, num_places=32, warmup_steps=2, learning_rate=0.02, weight_decay=0.0, feature_noise=0.0,
-    objective=Objective(regression=0.0, num_steps=3),
-  )  # fmt: skip
-  train(target, CONFIG, examples[2:], examples[:2], recipe, tmp_path, report_every=160)
-  drafter = hub.load_drafter(tmp_path / 'drafter', target)
-  out = generate(target, drafter, [[0], [5]], policy=Chain(3), max_new_tokens=25, eos_ids=())
+    **sizes, num_steps=160, warmup_steps=2, learning_rate=0.02, weight_decay=0.0, feature_noise=0.0, objective=objective
+  )
+  frozen, _ = frozen_inputs(target, CONFIG, examples)
+  state = begin(initial_params(network, frozen, examples, seed=0), recipe, None)
+  for packed in itertools.islice(batches(examples, **sizes, seed=0), recipe.num_steps):
+    state, _ = train_step(state, frozen, packed, network=network, recipe=recipe)
+  drafter = Drafter(CONFIG, state.params)
+  out = generate(target, drafter, [[0], [5]], policy=Chain(2), max_new_tokens=25, eos_ids=())
   assert out.tokens[1] == [(6 + j) % period for j in range(25)]
-  assert out.num_accepted == [[3] * 6] * 2
+  assert out.num_accepted == [[2] * 8] * 2
