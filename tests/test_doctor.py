@@ -22,6 +22,7 @@ from eagle_jax.decode.build import build
 from eagle_jax.decode.generate import generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
+from eagle_jax.draft.model import ModelConfig
 from eagle_jax.evaluate.guesses import Agreement, guess, read_text
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.trees import Chain, DynamicTree
@@ -284,11 +285,21 @@ def test_a_text_that_differs_is_named(target, twin, monkeypatch):
   assert report['texts']['equal'] == 0
 
 
-def test_a_drafter_without_weights_is_examined_too(target):
-  report = examine(target, hub.load_drafter('ngram', target), QUESTIONS, plan=PLAN)
+def the_target_itself(target):
+  config = ModelConfig(target.config, target.config.vocab_size, target.config.width)
+  ids_U = jnp.arange(target.config.vocab_size)
+  return Drafter(config, {'model': target.params, 'head': target.head_VD, 'ids': ids_U})
+
+
+@pytest.mark.parametrize(
+  ('make', 'title'),
+  [(lambda target: hub.load_drafter('ngram', target), 'n-gram'), (the_target_itself, 'a smaller model')],
+)
+def test_a_drafter_that_is_no_head_is_examined_too(target, make, title):
+  report = examine(target, make(target), QUESTIONS, plan=PLAN)
   assert report['recorded'] is None
   assert report['findings'] == []
-  assert 'n-gram' in describe(report)
+  assert title in describe(report)
 
 
 def rate(policy: str, tok_per_s: float) -> dict:

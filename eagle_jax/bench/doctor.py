@@ -93,8 +93,8 @@ def examine(
   asked = choose_prompts(target, known, max_new_tokens=plan.max_new_tokens)
   decoded = {temperature: decode_all(target, drafter, asked, temperature, plan) for temperature in TEMPERATURES}
   texts, findings = compare_texts(target, asked, decoded)
-  recorded = speed = None
-  if drafter.params and not kind_of(drafter.config).is_one_pass:
+  recorded, speed, kind = None, None, kind_of(drafter.config)
+  if kind.borrows and not kind.is_one_pass:
     texts_to_read = join_texts(asked, decoded[0.0], known, max_tokens=min(plan.num_read, target.config.max_context))
     recorded, found = diagnose(target, drafter, *texts_to_read)
     findings += found
@@ -107,7 +107,7 @@ def examine(
     'warnings': [one.report() for one in contradictions(target, drafter, recorded)],
     'target': target.config.name,
     'drafter': drafter.config.name,
-    'kind': kind_of(drafter.config).title,
+    'kind': kind.title,
     **ran_on(mesh_of(target.params)),
     'free_memory_bytes': free_memory_bytes(),
     'texts': texts,
