@@ -6,6 +6,12 @@ import numbers
 from typing import Any, ClassVar
 
 
+def require(owner: Any, name: str, is_met: bool, must_be: str) -> None:
+  """Raise a ValueError, which names the field and what it holds, unless a condition on a field is met."""
+  if not is_met:
+    raise ValueError(f'{type(owner).__name__}: `{name}` must be {must_be}, got {getattr(owner, name)!r:.80}.')
+
+
 def _require_positive(config, *names: str, kind: Any = numbers.Integral) -> None:
   given: dict[str, Any] = {name: getattr(config, name) for name in names}
   if bad := {name: x for name, x in given.items() if not (isinstance(x, kind) and 0 < x < math.inf)}:
@@ -15,23 +21,14 @@ def _require_positive(config, *names: str, kind: Any = numbers.Integral) -> None
 
 
 def _require_heads(config) -> None:
-  if config.num_heads % config.num_kv_heads:
-    raise ValueError(
-      f'{type(config).__name__}: `num_heads` must be a multiple of num_kv_heads={config.num_kv_heads}, '
-      f'got {config.num_heads}.'
-    )
-  if config.head_dim % 2:
-    raise ValueError(
-      f'{type(config).__name__}: `head_dim` must be even, since RoPE rotates pairs, got {config.head_dim}.'
-    )
+  is_multiple = config.num_heads % config.num_kv_heads == 0
+  require(config, 'num_heads', is_multiple, f'a multiple of num_kv_heads={config.num_kv_heads}')
+  require(config, 'head_dim', config.head_dim % 2 == 0, 'even, since RoPE rotates pairs')
 
 
 def _require_ids(config) -> None:
-  if not (isinstance(config.num_ids, numbers.Integral) and 1 <= int(config.num_ids) <= config.vocab_size):
-    raise ValueError(
-      f'{type(config).__name__}: `draft_vocab_size` must be between 1 and vocab_size={config.vocab_size}, or None for '
-      f'all ids, got {config.draft_vocab_size!r}.'
-    )
+  is_part = isinstance(config.num_ids, numbers.Integral) and 1 <= int(config.num_ids) <= config.vocab_size
+  require(config, 'draft_vocab_size', is_part, f'between 1 and vocab_size={config.vocab_size}, or None for all ids')
 
 
 def _require_slowdown(config) -> None:
@@ -102,26 +99,20 @@ class TargetConfig:
     _require_positive(
       self, 'vocab_size', 'width', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'max_context'
     )
-    _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)
+    scales = 'embedding_scale', 'residual_scale', 'logit_divisor'
+    _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', *scales, kind=numbers.Real)
     _require_heads(self)
     if self.window is not None:
       _require_positive(self, 'window')
-    if self.rotary_dim is not None and not (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0):
-      raise ValueError(
-        f'TargetConfig: `rotary_dim` must be even and between 2 and head_dim={self.head_dim}, got {self.rotary_dim}.'
-      )
+    is_rotary = self.rotary_dim is None or (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0)
+    require(self, 'rotary_dim', is_rotary, f'even and between 2 and head_dim={self.head_dim}')
     _require_slowdown(self)
     self._require_layer_changes()
-    if self.activation not in self.ACTIVATIONS:
-      raise ValueError(f'TargetConfig: `activation` must be one of {self.ACTIVATIONS}, got {self.activation!r}.')
-    if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
-      raise ValueError(
-        f'TargetConfig: `experts_per_token` must be between 1 and num_experts={self.num_experts}, '
-        f'got {self.experts_per_token}.'
-      )
+    require(self, 'activation', self.activation in self.ACTIVATIONS, f'one of {self.ACTIVATIONS}')
+    is_routed = not self.num_experts or 0 < self.experts_per_token <= self.num_experts
+    require(self, 'experts_per_token', is_routed, f'between 1 and num_experts={self.num_experts}')
 
   def _require_layer_changes(self) -> None:
-    _require_positive(self, 'embedding_scale', 'residual_scale', 'logit_divisor', kind=numbers.Real)
     for index, changes in self.layer_changes:
       if not 0 <= index < self.num_layers or not self.CHANGE_BY_LAYER.issuperset(dict(changes)):
         raise ValueError(
@@ -168,17 +159,18 @@ class _HeadSizes(_PlainLayer):
   num_kv_heads: int
   head_dim: int
   ffn_width: int
-  norm_eps: float = dataclasses.field(default=1e-6, kw_only=True)
-  rope_theta: float = dataclasses.field(default=10_000.0, kw_only=True)
-  draft_vocab_size: int | None = dataclasses.field(default=None, kw_only=True)  # U of the target's ids; None: all
-  rope_slowdown: tuple[float, ...] = dataclasses.field(default=(), kw_only=True)  # see `TargetConfig`
-  rope_factor: float = dataclasses.field(default=1.0, kw_only=True)
+  _: dataclasses.KW_ONLY
+  norm_eps: float = 1e-6
+  rope_theta: float = 10_000.0
+  draft_vocab_size: int | None = None  # U of the target's ids; None: all
+  rope_slowdown: tuple[float, ...] = ()  # see `TargetConfig`
+  rope_factor: float = 1.0
   # The two as they were given: pairs of a key and its value in the terms of transformers.
-  rope_scaling: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), kw_only=True)
-  own_embedding: bool = dataclasses.field(default=False, kw_only=True)  # whether it brings one instead of the target's
-  qkv_bias: bool = dataclasses.field(default=False, kw_only=True)
-  o_bias: bool = dataclasses.field(default=False, kw_only=True)
-  mlp_bias: bool = dataclasses.field(default=False, kw_only=True)  # of the feed-forward network
+  rope_scaling: tuple[tuple[str, Any], ...] = ()
+  own_embedding: bool = False  # whether it brings one instead of the target's
+  qkv_bias: bool = False
+  o_bias: bool = False
+  mlp_bias: bool = False  # of the feed-forward network
 
   def _require_sizes(self) -> None:
     object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
@@ -228,13 +220,13 @@ class EagleTapsConfig(DrafterConfig):
   Without its taps it is the head of `DrafterConfig`, which it may be trained on from.
   """
 
-  taps: tuple[int, ...] = dataclasses.field(kw_only=True)  # as in `Eagle3Config`
+  _: dataclasses.KW_ONLY
+  taps: tuple[int, ...]  # as in `Eagle3Config`
 
   def __post_init__(self):
     self._require_sizes()
-    object.__setattr__(self, 'taps', tuple(int(layer) for layer in self.taps))
-    if not self.taps or min(self.taps) < 0:
-      raise ValueError(f'EagleTapsConfig: `taps` must be layers numbered from 0, one or more, got {self.taps}.')
+    object.__setattr__(self, 'taps', tuple(map(int, self.taps)))
+    require(self, 'taps', min(self.taps, default=-1) >= 0, 'layers numbered from 0, one or more')
 
   def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
     return _require_layers(self, self.taps, num_layers)
@@ -276,9 +268,8 @@ class Eagle3Config(_HeadSizes):
     self._require_sizes()
     _require_positive(self, 'target_width')
     if self.taps is not None:
-      object.__setattr__(self, 'taps', tuple(int(layer) for layer in self.taps))
-      if min(self.taps, default=0) < 0:
-        raise ValueError(f'Eagle3Config: `taps` must be layers numbered from 0, got {self.taps}.')
+      object.__setattr__(self, 'taps', tuple(map(int, self.taps)))
+      require(self, 'taps', min(self.taps, default=0) >= 0, 'layers numbered from 0')
     if self.window is not None:
       _require_positive(self, 'window')
     if self.norm_before_fc and self.fc_norm:
@@ -291,11 +282,8 @@ class Eagle3Config(_HeadSizes):
         'Eagle3Config: `taps` = () has no fc, so fc_bias, norm_before_fc and fc_norm must be False and `width` the '
         f"target's, {self.target_width}, got {self.fc_bias}, {self.norm_before_fc}, {self.fc_norm} and {self.width}."
       )
-    if self.width != self.target_width and not self.own_embedding:
-      raise ValueError(
-        f"Eagle3Config: `width` must be the target's, {self.target_width}, unless own_embedding is True, "
-        f'got {self.width}.'
-      )
+    is_width = self.width == self.target_width or self.own_embedding
+    require(self, 'width', is_width, f"the target's, {self.target_width}, unless own_embedding is True")
 
   @property
   def num_taps(self) -> int:

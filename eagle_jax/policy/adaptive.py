@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.config import require
 from eagle_jax.policy.trees import Level
 from eagle_jax.policy.tuned import TunedTree
 from eagle_jax.tree import Candidates
@@ -127,9 +128,9 @@ class Adaptive(TunedTree):
       try:
         object.__setattr__(self, 'thresholds', tuple(map(float, self.thresholds)))
       except (TypeError, ValueError):
-        raise ValueError(f'Adaptive: `thresholds` must be two numbers, got {self.thresholds!r}.') from None
-      if len(self.thresholds) != 2 or not all(0 <= tokens < math.inf for tokens in self.thresholds):
-        raise ValueError(f'Adaptive: `thresholds` must be two finite numbers >= 0, got {self.thresholds}.')
+        require(self, 'thresholds', False, 'two numbers')
+      are_valid = len(self.thresholds) == 2 and all(0 <= tokens < math.inf for tokens in self.thresholds)
+      require(self, 'thresholds', are_valid, 'two finite numbers >= 0')
 
   def static(self) -> 'Adaptive':
     return dataclasses.replace(self, thresholds=None)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.config import require
 from eagle_jax.policy.trees import Level
 from eagle_jax.policy.tuned import TunedTree
 
@@ -28,8 +29,7 @@ class EntropyTree(TunedTree):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.scale < 0:
-      raise ValueError(f'{type(self).__name__}: `scale` must be at least 0, got {self.scale}.')
+    require(self, 'scale', self.scale >= 0, 'at least 0')
 
   def rejection(self, arrays: Any, level: Level) -> jax.Array:
     """Bound the probability that each frontier node is rejected, by the entropy that it was drawn from: [B, W] f32."""

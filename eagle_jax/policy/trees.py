@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.config import require
 from eagle_jax.tree import Candidates
 
 # EAGLE-1's tree, as paths of sibling ranks: 25 drafted nodes (`mc_sim_7b_63` in the reference's choices.py).
@@ -55,6 +56,7 @@ class TreePolicy:
   The defaults never stop early, rank nodes by the probability of their path, and verify `num_nodes` of them.
   """
 
+  name: ClassVar[str] = ''  # in descriptions; '': the class's
   needs_costs: ClassVar[bool] = False  # whether `arrays` needs measured costs
   needs_entropy: ClassVar[bool] = False  # whether a rule reads entropies, which cost drafters a pass over their logits
   lookup: Any = False  # whether earlier matches of the text raise the drafter's logits; see `draft.lookup`
@@ -86,7 +88,10 @@ class TreePolicy:
 
   def describe(self) -> str:
     """Name the policy and its sizes, as in `dynamic(width=10, fanout=10, max_depth=6, num_nodes=60)`."""
-    return repr(self)
+    policy: Any = self  # a dataclass
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    said = (f'{name}={value}' for name, value in values.items() if value not in (None, ()) and value is not False)
+    return f'{self.name or type(self).__name__}({", ".join(said)})'
 
   def static(self) -> 'TreePolicy':
     """Return the policy that a program is compiled for, without the numbers that travel in `arrays`."""
@@ -143,16 +148,14 @@ def _is_count(n: Any) -> bool:
 
 def _require_valid(policy, *sizes: str) -> None:
   """Raise a ValueError unless `sizes` are counts, `max_depth` is at most `MAX_DEPTH`, and `lookup` is a bool."""
-  name, given = type(policy).__name__, {size: getattr(policy, size) for size in sizes}
+  given = {size: getattr(policy, size) for size in sizes}
   if bad := {size: n for size, n in given.items() if not _is_count(n)}:
     fields = ', '.join(f'`{size}` = {n!r}' for size, n in bad.items())
-    raise ValueError(f'{name}: sizes must be integers of at least 1, got {fields}.')
+    raise ValueError(f'{type(policy).__name__}: sizes must be integers of at least 1, got {fields}.')
   for size, n in given.items():  # Python integers: products of NumPy's small integers would overflow
     object.__setattr__(policy, size, int(n))
-  if policy.max_depth > MAX_DEPTH:
-    raise ValueError(f'{name}: `max_depth` must be between 1 and {MAX_DEPTH}, got {policy.max_depth}.')
-  if not isinstance(policy.lookup, bool):
-    raise ValueError(f'{name}: `lookup` must be True or False, got {policy.lookup!r}.')
+  require(policy, 'max_depth', policy.max_depth <= MAX_DEPTH, f'between 1 and {MAX_DEPTH}')
+  require(policy, 'lookup', isinstance(policy.lookup, bool), 'True or False')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +192,7 @@ class DynamicTree(TreePolicy):
     (1, 4, 4, 4, 4)
   """
 
-  name: ClassVar[str] = 'dynamic'  # in descriptions
+  name: ClassVar[str] = 'dynamic'
 
   width: int = 10
   fanout: int = 10
@@ -217,11 +220,6 @@ class DynamicTree(TreePolicy):
   def fanouts(self) -> tuple[int, ...]:
     return (self.fanout,) * self.max_depth
 
-  def describe(self) -> str:
-    values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    said = (f'{name}={value}' for name, value in values.items() if value not in (None, ()) and value is not False)
-    return f'{self.name}({", ".join(said)})'
-
 
 @dataclasses.dataclass(frozen=True)
 class Chain(TreePolicy):
@@ -231,6 +229,8 @@ class Chain(TreePolicy):
     >>> eagle_jax.Chain(3, lookup=True).describe()
     'chain(max_depth=3, lookup=True)'
   """
+
+  name: ClassVar[str] = 'chain'
 
   max_depth: int = 4
   lookup: bool = False
@@ -250,9 +250,6 @@ class Chain(TreePolicy):
   def fanouts(self) -> tuple[int, ...]:
     return (1,) * self.max_depth
 
-  def describe(self) -> str:
-    return f'chain(max_depth={self.max_depth}{", lookup=True" * self.lookup})'
-
 
 @dataclasses.dataclass(frozen=True)
 class StaticTree(TreePolicy):
@@ -269,9 +266,7 @@ class StaticTree(TreePolicy):
     try:
       object.__setattr__(self, 'paths', tuple(tuple(map(operator.index, path)) for path in self.paths))
     except TypeError:
-      raise ValueError(
-        f'StaticTree: `paths` must be a list of tuples of integers such as [(0,), (0, 0)], got {self.paths!r:.80}.'
-      ) from None
+      require(self, 'paths', False, 'a list of tuples of integers such as [(0,), (0, 0)]')
     known = {(), *self.paths}
     is_set = () not in self.paths and len(known) == len(self.paths) + 1 > 1
     orphans = [path for path in self.paths if path and path[:-1] not in known]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.config import require
 from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.tree import Candidates
 
@@ -33,27 +34,22 @@ class TunedTree(DynamicTree):
 
   def __post_init__(self):
     super().__post_init__()
-    name = type(self).__name__
     try:
       object.__setattr__(self, 'smaller', tuple(map(operator.index, self.smaller)))
     except TypeError:
-      raise ValueError(f'{name}: `smaller` must be a list of integers, got {self.smaller!r}.') from None
-    if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-      raise ValueError(
-        f'{name}: `smaller` must be ascending sizes of at least 1 and below num_nodes={self.num_nodes}, '
-        f'got {self.smaller}.'
-      )
-    for field in self.tunable:
-      object.__setattr__(self, field, self._floats(field))
+      require(self, 'smaller', False, 'a list of integers')
+    is_ascending = list(self.sizes) == sorted(set(self.sizes)) and self.sizes[0] >= 1
+    require(self, 'smaller', is_ascending, f'ascending sizes of at least 1 and below num_nodes={self.num_nodes}')
+    for name in self.tunable:
+      object.__setattr__(self, name, self._floats(name))
 
-  def _floats(self, field: str) -> float | tuple[float, ...]:
+  def _floats(self, name: str) -> float | tuple[float, ...]:
     """Convert a tunable field to a float, or to a tuple of floats if its default is a tuple."""
-    value, is_tuple = getattr(self, field), isinstance(getattr(type(self), field), tuple)
+    value, is_tuple = getattr(self, name), isinstance(getattr(type(self), name), tuple)
     parts = value if isinstance(value, (tuple, list)) else (value,)
     is_finite = all(isinstance(part, numbers.Real) and math.isfinite(part) for part in parts)
-    if not is_finite or is_tuple != isinstance(value, (tuple, list)):
-      expected = 'a tuple of finite numbers' if is_tuple else 'a finite number'
-      raise ValueError(f'{type(self).__name__}: `{field}` must be {expected}, got {value!r}.')
+    is_right = is_finite and is_tuple == isinstance(value, (tuple, list))
+    require(self, name, is_right, 'a tuple of finite numbers' if is_tuple else 'a finite number')
     return tuple(map(float, parts)) if is_tuple else float(value)
 
   @property
