@@ -71,6 +71,12 @@ def pad_slots(kv_BGPK: jax.Array, num_slots: int) -> jax.Array:
   return constrain(jnp.pad(kv_BGPK, ((0, 0), (0, 0), (0, free), (0, 0))), CACHE_AXES)
 
 
+def behind(cache: KVCache, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+  """Return the positions [B, T] of T tokens in order behind the committed ones, and their causal mask [B, T, T]."""
+  position_BT = cache.length[:, None] + jnp.arange(num_tokens)[None]
+  return position_BT, jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (*position_BT.shape, num_tokens))
+
+
 def append(cache: KVCache, entries: NewEntries, count_B: jax.Array) -> KVCache:
   """Write P entries past each sequence's length, and keep the first `count` of them; the others nobody will read.
 

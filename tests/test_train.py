@@ -174,8 +174,8 @@ def chain_by_decoding(params, packed: Packed, taps: Taps, row, *, network, num_s
   cache = kv_cache.init(network.config, num_layers=1, batch=1, num_slots=num_places, dtype=jnp.float32)
   causal_1LL = jnp.tri(num_places, dtype=bool)[None]
   inputs = packed.next_token, network.fuse_taps(params, taps), packed.position, causal_1LL
-  out_D1L, (keys, values) = network.forward(params, *inputs, cache)
-  cache = kv_cache.append(cache, kv_cache.NewEntries((keys,), (values,)), jnp.atleast_1d(row + 1))
+  out_D1L, entries = network.forward(params, *inputs, cache)
+  cache = kv_cache.append(cache, entries, jnp.atleast_1d(row + 1))
   outs = [jax.lax.dynamic_index_in_dim(out_D1L[:, 0], row, axis=1, keepdims=False)]
   drafted = None
   for step in range(1, num_steps):

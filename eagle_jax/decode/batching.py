@@ -8,7 +8,6 @@ together, since each refill costs a prefill. (Orca, Yu et al., OSDI 2022, schedu
 import collections
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.decode.buckets import bucket, pad_prompts, require_memory
-from eagle_jax.decode.prefill import STATIC, of_spec, run_prefill
-from eagle_jax.decode.program import Program
+from eagle_jax.decode.prefill import STATIC, run_prefill
+from eagle_jax.decode.program import Clock, Program
 from eagle_jax.decode.state import SHARED, DecodeState, Limits, Params, Spec
 from eagle_jax.decode.step import decode_step
 from eagle_jax.kernels.tiling import round_up_slots
@@ -128,8 +127,8 @@ class Batcher:
     # A finished row has all tokens but the root in its cache, and each step still writes a path to it.
     self._num_slots = round_up_slots(bucket(max_prompt) + num_new + spec.max_path - 1)
     require_memory(spec.target, batch_size, self._num_slots)
-    self._static = of_spec(spec) | {'num_new': num_new}
-    self.prefill_s = self.decode_s = self.compile_s = 0.0
+    self._static = {'spec': spec.for_prefill(), 'num_new': num_new}
+    self.clock = Clock()
 
   def run(
     self, requests: Iterable[Request], take: Program, has_ended: Callable[[int, Any], bool] | None = None
@@ -152,21 +151,18 @@ class Batcher:
         if has_ended is None:
           num_free = self._batch_size - len(running)
           num_done = min(self._num_refill, len(waiting)) if waiting else num_free + min(self._num_refill, len(running))
-          state = self._run_timed(_ADVANCE, 'decode_s', self._params, state, np.int32(num_done), spec=self._spec)
+          state = self._run('decode_s', _ADVANCE, self._params, state, np.int32(num_done), spec=self._spec)
         finished = self._take_finished(state, running, take, has_ended)
         if has_ended and not finished:
-          state = self._run_timed(_STEP, 'decode_s', self._params, state, spec=self._spec)
+          state = self._run('decode_s', _STEP, self._params, state, spec=self._spec)
       yield from finished
 
-  def _run_timed(self, program: Program, kind: str, *args: Any, **static: Any) -> Any:
-    """Run a program, and add its seconds to the attribute `kind` and those of compiling to `compile_s`."""
+  def _run(self, name: str, program: Program, *args: Any, **static: Any) -> Any:
+    """Run a program, whose seconds count as `name`."""
     args = jax.tree.map(lambda x: to_device(x, x.dtype) if isinstance(x, (np.ndarray, np.generic)) else x, args)
-    run, seconds = program.compile(*args, **static)
-    self.compile_s += seconds
-    start = time.perf_counter()
-    out = jax.block_until_ready(run(*args))
-    setattr(self, kind, getattr(self, kind) + time.perf_counter() - start)
-    return out
+    run = self.clock.compile(program, *args, **static)
+    with self.clock.adds_to(name):
+      return jax.block_until_ready(run(*args))
 
   def _refill(self, state: DecodeState, waiting: Waiting, running: dict[int, int]) -> DecodeState:
     """Move requests from `waiting` to free rows, `num_refill` at a time, for as long as there are both."""
@@ -177,7 +173,7 @@ class Batcher:
       running |= {row: number for row, (number, _) in zip(rows, chosen, strict=True)}
       fresh = self._prefill([request for _, request in chosen])
       row_n = np.asarray(self._pad(rows, self._batch_size), np.int32)
-      state = self._run_timed(_INSERT, 'prefill_s', state, fresh, row_n)
+      state = self._run('prefill_s', _INSERT, state, fresh, row_n)
     return state
 
   def _pop_next(self, waiting: Waiting) -> list[tuple[int, Request]]:
@@ -199,7 +195,7 @@ class Batcher:
     temperature_n = np.asarray(self._pad([request.temperature for request in chosen], 0.0), np.float32)
     id_n = np.asarray(self._pad([request.id for request in chosen], 0), np.int32)
     arguments = self._arguments(tokens_nL, length_n, id_n, temperature_n)
-    return self._run_timed(_PREFILL, 'prefill_s', *arguments, num_slots=tokens_nL.shape[1], **self._static)
+    return self._run('prefill_s', _PREFILL, *arguments, num_slots=tokens_nL.shape[1], **self._static)
 
   def _arguments(self, tokens_nL, length_n, id_n, temperature_n) -> tuple:
     """Make the traced arguments of `run_prefill`."""
@@ -214,7 +210,7 @@ class Batcher:
   def _make_empty(self) -> DecodeState:
     zero_B = np.zeros(self._batch_size, np.int32)
     arguments = self._arguments(zero_B[:, None], zero_B + 1, zero_B, zero_B.astype(np.float32))
-    return self._run_timed(_EMPTY, 'prefill_s', *arguments, num_slots=self._num_slots, **self._static)
+    return self._run('prefill_s', _EMPTY, *arguments, num_slots=self._num_slots, **self._static)
 
   def _take_finished(
     self, state: DecodeState, running: dict[int, int], take: Program, has_ended: Callable[[int, Any], bool] | None
@@ -224,7 +220,7 @@ class Batcher:
     rows = [row for row in sorted(running) if has_ended or is_done_B[row]]
     by_refill = -(-len(rows) // self._num_refill) * self._num_refill
     size = self._batch_size if has_ended else by_refill  # few sizes, few programs
-    outputs = to_host(self._run_timed(take, 'decode_s', state, np.resize(rows, size).astype(np.int32)))
+    outputs = to_host(self._run('decode_s', take, state, np.resize(rows, size).astype(np.int32)))
     each = {row: jax.tree.map(lambda x, n=n: x[n], outputs) for n, row in enumerate(rows)}
     ended = [row for row in rows if (has_ended and has_ended(running[row], each[row])) or is_done_B[row]]
     return [(running.pop(row), each[row]) for row in ended]

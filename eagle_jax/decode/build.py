@@ -111,7 +111,7 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
     head_UD, whole = target.head_of(ids_U), {'whole_head': head_UD}
   if drafter.is_quantised:
     is_rounded = isinstance(head_UD, Quantised)  # the target's; unlike the target, a drafter may round activations
-    head_UD = dataclasses.replace(head_UD, keeps_columns=False) if is_rounded else round_to_int8(head_UD)
+    head_UD = dataclasses.replace(head_UD, num_parts=1) if is_rounded else round_to_int8(head_UD)
   divisor = {}
   if target.config.logit_divisor != 1:
     number = np.asarray(target.config.logit_divisor, np.float32)

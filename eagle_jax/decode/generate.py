@@ -1,7 +1,6 @@
 """The user's entry points: prompts in, text and statistics out. Requests are checked and padded before any tracing."""
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from eagle_jax.decode.buckets import bucket, pad_prompts
 from eagle_jax.decode.build import assemble
 from eagle_jax.decode.commit import require_numbers
 from eagle_jax.decode.prefill import prepare, run_prefill
-from eagle_jax.decode.program import Program
+from eagle_jax.decode.program import Clock, Program
 from eagle_jax.decode.record import Cycle, run_traced, traced_step
 from eagle_jax.decode.request import (
   Options,
@@ -111,8 +110,7 @@ def generate(
     >>> out.text == plain.text
     True
   """
-  request = _check(target, drafter, prompts, options, batch_size=batch_size)
-  answers = Answers(target, request.traced() if trace else request)
+  answers = generate_each(target, drafter, prompts, batch_size=batch_size, trace=trace, **vars(options))
   each = [*answers]
   text: Any = [one.text for one in each] if target.tokenizer else None
   tokens, num_accepted = [one.tokens for one in each], [one.num_accepted for one in each]
@@ -201,7 +199,7 @@ def _check(
   batch = len(ids) if batch_size is None else min(len(ids), at_least_one('batch_size', batch_size))
   known = {name: known_integers(name, getattr(options, name)) for name in ('row_ids', 'eos_ids')}
   options, stop = dataclasses.replace(options, **known), stop_strings(target, options.stop)
-  require_valid(target.config, ids, **options.limits(), **options.sampling())
+  require_valid(target.config, ids, options)
   resolved = resolve_policy(
     target, drafter, policy=options.policy, batch=batch, is_refilled=batch < len(ids), costs=options.costs
   )
@@ -214,29 +212,16 @@ def _check(
 
 
 class Work(NamedTuple):
-  """Counts of what was decoded so far, by sequence; see `DecodeState`."""
+  """Counts of what was decoded so far, of one sequence or by sequence; see `DecodeState`."""
 
-  num_tokens: np.ndarray
-  num_passes: np.ndarray
-  num_nodes: np.ndarray
-  num_levels: np.ndarray
+  num_tokens: Any
+  num_passes: Any
+  num_nodes: Any
+  num_levels: Any
 
   @classmethod
   def of(cls, state: DecodeState) -> 'Work':
     return cls(*(getattr(state, name) for name in cls._fields))
-
-  def stats(self, seconds: dict[str, float]) -> dict[str, Any]:
-    """Compute the numbers of `Generation.stats`; `seconds` must contain 'decode_s'."""
-    num_new, num_passes, num_nodes, num_levels = (int(np.sum(x_B)) for x_B in self)
-    return {
-      'num_new_tokens': num_new,
-      'num_target_passes': num_passes,
-      'tau': tau(num_new, num_passes, num_sequences=len(self.num_tokens)),
-      'nodes_per_pass': num_nodes / max(num_passes, 1),
-      'levels_per_pass': num_levels / max(num_passes, 1),
-      'tok_per_s': num_new / seconds['decode_s'] if num_passes else 0.0,
-      **seconds,
-    }
 
 
 class Outputs(NamedTuple):
@@ -280,19 +265,28 @@ _OUTPUTS_AT = Program(_outputs_at)
 
 
 class _WithStats:
-  """A base class that adds up the seconds of prefill, decoding and compiling, and makes statistics."""
+  """A base class that counts what was decoded, and the seconds it took."""
 
   def __init__(self, request: CheckedRequest):
     self._request = request
-    self._seconds = {'prefill_s': 0.0, 'decode_s': 0.0, 'compile_s': 0.0}
-
-  def _work(self) -> Work:
-    raise NotImplementedError
+    self._work: list[Work] = []  # of each sequence that counts so far
+    self._clock = Clock()
 
   @property
   def stats(self) -> dict[str, Any]:
     """Statistics of what was decoded so far, as in `Generation.stats`."""
-    return self._work().stats(self._seconds) | self._request.names
+    totals = np.reshape(self._work, (-1, len(Work._fields))).sum(axis=0)
+    num_new, num_passes, num_nodes, num_levels = map(int, totals)
+    return {
+      'num_new_tokens': num_new,
+      'num_target_passes': num_passes,
+      'tau': tau(num_new, num_passes, num_sequences=len(self._work)),
+      'nodes_per_pass': num_nodes / max(num_passes, 1),
+      'levels_per_pass': num_levels / max(num_passes, 1),
+      'tok_per_s': num_new / self._clock.seconds['decode_s'] if num_passes else 0.0,
+      **self._clock.seconds,
+      **self._request.names,
+    }
 
 
 class Answers(_WithStats, Iterator[Answer]):
@@ -305,15 +299,11 @@ class Answers(_WithStats, Iterator[Answer]):
   def __init__(self, target: Target, request: CheckedRequest):
     super().__init__(request)
     self.trace: list[list[Cycle]] | None = None  # as in `Generation`
-    self._done: list[Work] = []
     self._detectors = [StopDetector(target.tokenizer, request.stop) for _ in request.ids if request.stop]
     self._answers = self._make_answers(target)
 
   def __next__(self) -> Answer:
     return next(self._answers)
-
-  def _work(self) -> Work:
-    return Work(*np.reshape(self._done, (-1, len(Work._fields))).T)
 
   def _make_answers(self, target: Target) -> Iterator[Answer]:
     is_one_batch = self._request.batch_size == len(self._request.ids)
@@ -331,7 +321,7 @@ class Answers(_WithStats, Iterator[Answer]):
   def _finish(self, number: int, outputs: Outputs) -> tuple[int, Outputs]:
     """Count a sequence as done; leave out what follows its stop string."""
     outputs = outputs.cut(self._detectors[number].num_tokens) if self._detectors else outputs
-    self._done.append(outputs.work)
+    self._work.append(outputs.work)
     return number, outputs
 
   def _has_stopped(self, number: int, outputs: Outputs) -> bool:
@@ -346,23 +336,17 @@ class Answers(_WithStats, Iterator[Answer]):
     request = self._request
     arguments, static = request.prepared()
     with use_mesh(mesh):
-      run, prefill_compile_s = _PREFILL.compile(*arguments, **static)
-      start = time.perf_counter()
-      state = jax.block_until_ready(run(*arguments))
-      self._seconds['prefill_s'] = time.perf_counter() - start
+      run = self._clock.compile(_PREFILL, *arguments, **static)
+      with self._clock.adds_to('prefill_s'):
+        state = jax.block_until_ready(run(*arguments))
       program = _TRACED if request.spec.is_traced else _STEP if request.stop else _LOOP
-      run, loop_compile_s = program.compile(request.params, state, spec=request.spec)
-      start = time.perf_counter()
-      if request.stop:
-        each = self._run_to_stop(run, state)
-      else:
+      run = self._clock.compile(program, request.params, state, spec=request.spec)
+      with self._clock.adds_to('decode_s'):
         if request.spec.is_traced:
           state, self.trace = run_traced(run, request.params, state)
-        else:
+        elif not request.stop:
           state = run(request.params, state)
-        each = Outputs.of(state).by_sequence()
-      self._seconds['decode_s'] = time.perf_counter() - start
-    self._seconds['compile_s'] = prefill_compile_s + loop_compile_s
+        each = self._run_to_stop(run, state) if request.stop else Outputs.of(state).by_sequence()
     yield from [self._finish(b, outputs) for b, outputs in enumerate(each)]
 
   def _run_to_stop(self, run: Any, state: DecodeState) -> list[Outputs]:
@@ -393,9 +377,9 @@ class Answers(_WithStats, Iterator[Answer]):
       sampling=request.sampling,
       eos_ids=request.spec.target.eos_ids if limits['eos_ids'] is None else limits['eos_ids'],
     )
+    self._clock = batcher.clock
     has_ended = self._has_stopped if request.stop else None
     for number, outputs in batcher.run(map(Request, row_ids, request.ids), _OUTPUTS_AT, has_ended):
-      self._seconds = {name: getattr(batcher, name) for name in self._seconds}
       yield self._finish(number, outputs)
 
 
@@ -405,40 +389,34 @@ class Stream(_WithStats, Iterator[Chunk]):
   def __init__(self, target: Target, request: CheckedRequest):
     super().__init__(request)
     self._detector = StopDetector(target.tokenizer, request.stop) if target.tokenizer else None
-    self._newest = Work(*np.zeros((len(Work._fields), 1), np.int32))
+    self._work = [Work(0, 0, 0, 0)]
     self._chunks = self._make_chunks(mesh_of(target.params))
 
   def __next__(self) -> Chunk:
     return next(self._chunks)
 
-  def _work(self) -> Work:
-    return self._newest
-
   def _make_chunks(self, mesh: Mesh | None) -> Iterator[Chunk]:
     params, spec = self._request.params, self._request.spec
     arguments, static = self._request.prepared()
     with use_mesh(mesh):
-      run, compile_s = _PREFILL.compile(*arguments, **static)
-      start = time.perf_counter()
-      state = run(*arguments)
-      chunk, is_done = self._chunk(state)
-      self._seconds |= {'prefill_s': time.perf_counter() - start, 'compile_s': compile_s}
+      run = self._clock.compile(_PREFILL, *arguments, **static)
+      with self._clock.adds_to('prefill_s'):
+        state = run(*arguments)
+        chunk, is_done = self._chunk(state)
       if not is_done:  # compile now: between two chunks, log lines about compiling would appear within the text
-        run, compile_s = _STEP.compile(params, state, spec=spec)
-        self._seconds['compile_s'] += compile_s
+        run = self._clock.compile(_STEP, params, state, spec=spec)
     yield chunk
     while not is_done:
-      start = time.perf_counter()
-      with use_mesh(mesh):
-        state = run(params, state)
-      chunk, is_done = self._chunk(state)
-      self._seconds['decode_s'] += time.perf_counter() - start
+      with self._clock.adds_to('decode_s'):
+        with use_mesh(mesh):
+          state = run(params, state)
+        chunk, is_done = self._chunk(state)
       yield chunk
 
   def _chunk(self, state: DecodeState) -> tuple[Chunk, bool]:
     """Make the chunk of the newest step; also return whether it was the last."""
     (outputs,), is_done = Outputs.of(state).by_sequence(), bool(to_host(state.is_done))
-    num_before = self._newest.num_tokens[0]
+    num_before = self._work[0].num_tokens
     tokens, text = outputs.newest(outputs.work.num_tokens - num_before), ''
     require_numbers(tokens, self._request.spec.target)
     if self._detector:
@@ -447,5 +425,5 @@ class Stream(_WithStats, Iterator[Chunk]):
       text += self._detector.flush() if is_done else ''
       outputs = outputs.cut(self._detector.num_tokens)
     tokens, num_passes = tokens[: outputs.work.num_tokens - num_before], int(outputs.work.num_passes)
-    self._newest = jax.tree.map(np.atleast_1d, outputs.work)
+    self._work = [outputs.work]
     return Chunk(text, tokens, int(outputs.num_accepted[num_passes - 1]) if num_passes else 0), is_done

@@ -1,25 +1,22 @@
 """Prefill: one target pass over the prompts, the first new token, and the first `DecodeState`."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.cache import fill
+from eagle_jax.cache import behind, fill
 from eagle_jax.decode.buckets import bucket, require_memory, slots_for
 from eagle_jax.decode.commit import is_eos, take_nodes
-from eagle_jax.decode.request import at_least_one, integer_array, known_integers, require_valid_batch
+from eagle_jax.decode.request import Options, at_least_one, integer_array, known_integers, require_valid_batch
 from eagle_jax.decode.state import DecodeState, Limits, Params, Spec, Static
-from eagle_jax.draft.interface import DraftNetwork
-from eagle_jax.models.interface import TargetNetwork
 from eagle_jax.models.transformer import TransformerTarget
-from eagle_jax.sampling import Chooser, Sampling
+from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import to_device
 from eagle_jax.tree import NO_TOKEN
 
-STATIC = 'target', 'drafter', 'chooser', 'num_slots', 'num_new'  # static arguments of `run_prefill`
+STATIC = 'spec', 'num_slots', 'num_new'  # static arguments of `run_prefill`
 
 
 def prefill(
@@ -68,22 +65,15 @@ def prefill(
     >>> state.num_tokens.tolist()
     [1, 1]
   """
-  max_new_tokens = at_least_one('max_new_tokens', max_new_tokens)
   sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
+  row_ids, eos_ids = known_integers('row_ids', row_ids), known_integers('eos_ids', eos_ids)
+  options = Options(at_least_one('max_new_tokens', max_new_tokens), row_ids=row_ids, eos_ids=eos_ids, **sampling)
   tokens_BL = integer_array('tokens_BL', tokens_BL, ndim=2)
   length_B = integer_array('length_B', length_B, ndim=1)
-  ids = {'row_ids': known_integers('row_ids', row_ids), 'eos_ids': known_integers('eos_ids', eos_ids)}
   if isinstance(spec.target, TransformerTarget):
-    require_valid_batch(spec.target.config, tokens_BL, length_B, max_new_tokens=max_new_tokens, **sampling, **ids)
-  arguments, static = prepare(
-    params,
-    tokens_BL.astype(np.int32),
-    length_B.astype(np.int32),
-    spec=spec,
-    max_new_tokens=max_new_tokens,
-    sampling=Sampling.of(**sampling),
-    **ids,
-  )
+    require_valid_batch(spec.target.config, tokens_BL, length_B, options)
+  prompts = tokens_BL.astype(np.int32), length_B.astype(np.int32)
+  arguments, static = prepare(params, *prompts, spec=spec, sampling=Sampling.of(**sampling), **options.limits())
   return run_prefill(*arguments, **static)._replace(max_path=Static(spec.max_path))
 
 
@@ -99,14 +89,9 @@ def prepare(params: Params, tokens_BL, length_B, *, spec: Spec, max_new_tokens: 
   limits = Limits.of(max_new_tokens, eos_ids)
   num_slots = slots_for(num_prompt, num_new, spec.max_path)
   require_memory(spec.target, batch, num_slots)
-  static = {'num_slots': num_slots, 'num_new': num_new} | of_spec(spec)
+  static = {'spec': spec.for_prefill(), 'num_slots': num_slots, 'num_new': num_new}
   token_BL, length_B = to_device(tokens_BL, jnp.int32), to_device(length_B, jnp.int32)
   return (params._replace(policy=()), token_BL, length_B, row_id_B, sampling, limits), static
-
-
-def of_spec(spec: Spec) -> dict[str, Any]:
-  """Select the parts of a spec that prefill depends on, as static arguments of `run_prefill`."""
-  return {'target': spec.target, 'drafter': spec.drafter, 'chooser': spec.chooser}
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -118,9 +103,7 @@ def run_prefill(
   sampling: Sampling,
   limits: Limits,
   *,
-  target: TargetNetwork,
-  drafter: DraftNetwork,
-  chooser: Chooser,
+  spec: Spec,
   num_slots: int,
   num_new: int,
 ) -> DecodeState:
@@ -130,21 +113,19 @@ def run_prefill(
   would be clamped and silently overwrite the sequence's own prefix.
   """
   batch, num_prompt = tokens_BL.shape
-  position_BL = jnp.broadcast_to(jnp.arange(num_prompt), tokens_BL.shape)
-  causal_BLL = jnp.broadcast_to(jnp.tri(num_prompt, dtype=bool), (batch, num_prompt, num_prompt))
-  empty_cache = target.init_cache(batch, 0)
-  taps, entries = target.forward(params.target, tokens_BL, position_BL, causal_BLL, empty_cache)
+  empty_cache = spec.target.init_cache(batch, 0)
+  taps, entries = spec.target.forward(params.target, tokens_BL, *behind(empty_cache, num_prompt), empty_cache)
   newest = take_nodes(taps, (length_B - 1)[:, None])
-  logits_VB = target.logits(params.target, newest)[..., 0]
+  logits_VB = spec.target.logits(params.target, newest)[..., 0]
   no_child_B1 = jnp.full((batch, 1), NO_TOKEN)
   in_axes = (1, 0, sampling.vmap_axes(), 0, 0)
-  root_B = jax.vmap(chooser.choose, in_axes)(logits_VB, no_child_B1, sampling, row_id_B, length_B)
+  root_B = jax.vmap(spec.chooser.choose, in_axes)(logits_VB, no_child_B1, sampling, row_id_B, length_B)
 
   next_BL = jnp.roll(tokens_BL, -1, axis=1).at[jnp.arange(batch), length_B - 1].set(root_B, mode='clip')
   one_B = jnp.ones(batch, jnp.int32)
   return DecodeState(
     cache=fill(entries, length_B, num_slots=num_slots),
-    drafter=drafter.start(params.drafter, next_BL, taps, length_B, num_slots, tokens_BL[:, 0]),
+    drafter=spec.drafter.start(params.drafter, next_BL, taps, length_B, num_slots, tokens_BL[:, 0]),
     root=root_B,
     text=jnp.pad(tokens_BL, ((0, 0), (0, num_slots + 1 - num_prompt))).at[jnp.arange(batch), length_B].set(root_B),
     num_tokens=one_B,

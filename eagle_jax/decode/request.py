@@ -139,28 +139,18 @@ def require_pair(target: Any, drafter: Any) -> None:
     require_match(drafter.config, target.config)
 
 
-def require_valid(
-  config: TargetConfig,
-  ids: list[list[int]] | None,
-  *,
-  max_new_tokens,
-  temperature=0.0,
-  top_k=0,
-  top_p=1.0,
-  seed=0,
-  row_ids=None,
-  eos_ids=None,
-) -> None:
-  """Raise a ValueError if prompts `ids` cannot be decoded with these options; see `Options`."""
-  max_new_tokens = at_least_one('max_new_tokens', max_new_tokens)
-  for name, value in (('top_k', top_k), ('seed', seed)):
-    _integer(f'`{name}` must be', value)
-  for name, value in (('temperature', temperature), ('top_p', top_p)):
-    _number(name, value)
+def require_valid(config: TargetConfig, ids: list[list[int]] | None, options: Options) -> None:
+  """Raise a ValueError if prompts `ids` cannot be decoded with these options; None: whatever the prompts."""
+  temperature, top_k, top_p, row_ids = options.temperature, options.top_k, options.top_p, options.row_ids
+  max_new_tokens = at_least_one('max_new_tokens', options.max_new_tokens)
+  for name in ('top_k', 'seed'):
+    _integer(f'`{name}` must be', getattr(options, name))
+  for name in ('temperature', 'top_p'):
+    _number(name, getattr(options, name))
   if row_ids is not None and ids is not None and len(row_ids) != len(ids):
     raise ValueError(f'`row_ids` must hold one id for each of {len(ids)} prompts, got {len(row_ids)} ids.')
   vocab_size, max_context = config.vocab_size, config.max_context
-  if outside := [token for token in eos_ids or () if not 0 <= token < vocab_size]:
+  if outside := [token for token in options.eos_ids or () if not 0 <= token < vocab_size]:
     raise ValueError(f'`eos_ids` must be between 0 and {vocab_size - 1} (the vocabulary), got {outside[:5]}.')
   for number, tokens in enumerate(ids or ()):
     if not tokens:
@@ -182,9 +172,7 @@ def require_valid(
     raise ValueError(f'`top_p` must be between {MIN_TOP_P:.3g} and 1 (which keeps all tokens), got {top_p}.')
 
 
-def require_valid_batch(
-  config: TargetConfig, tokens_BL: Any, length_B: Any, *, max_new_tokens, row_ids, eos_ids, **sampling: Any
-) -> None:
+def require_valid_batch(config: TargetConfig, tokens_BL: Any, length_B: Any, options: Options) -> None:
   """Raise a ValueError if padded prompts cannot be decoded; see `prefill`. Traced values are not checked."""
   batch, num_prompt = tokens_BL.shape
   if not batch:
@@ -199,8 +187,8 @@ def require_valid_batch(
     if outside := [length for length in lengths if not 1 <= length <= num_prompt]:
       raise ValueError(f'`length_B` must be between 1 and {num_prompt}, the width of tokens_BL, got {outside[:5]}.')
     ids = [tokens[:length] for tokens, length in zip(tokens_BL.tolist(), lengths, strict=True)]
-  known = {name: value for name, value in sampling.items() if is_known(value)}
-  by_sequence = {name: known.pop(name) for name, value in [*known.items()] if np.ndim(value)}
+  known = {name: value for name, value in vars(options).items() if is_known(value)}
+  by_sequence = {name: known.pop(name) for name in options.sampling() if np.ndim(known.get(name, 0))}
   for name, value_B in by_sequence.items():
     if np.shape(value_B) != (batch,):
       raise ValueError(
@@ -208,9 +196,8 @@ def require_valid_batch(
         f'{np.shape(value_B)}.'
       )
     for value in np.unique(value_B):
-      require_valid(config, None, max_new_tokens=max_new_tokens, **{name: value})
-  known |= {name: value for name, value in (('row_ids', row_ids), ('eos_ids', eos_ids)) if is_known(value)}
-  require_valid(config, ids, max_new_tokens=max_new_tokens, **known)
+      require_valid(config, None, Options(**{name: value}))
+  require_valid(config, ids, Options(**known))
 
 
 def is_known(*values: Any) -> bool:

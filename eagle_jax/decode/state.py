@@ -11,7 +11,7 @@ from eagle_jax.cache import KVCache
 from eagle_jax.draft.interface import DraftNetwork
 from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.interface import TargetNetwork
-from eagle_jax.policy.trees import TreePolicy
+from eagle_jax.policy.trees import Plain, TreePolicy
 from eagle_jax.sampling import Chooser, GumbelMax, Sampling
 from eagle_jax.sharding import CACHE_AXES, constrain, to_device
 from eagle_jax.tree import NO_TOKEN
@@ -42,6 +42,10 @@ class Spec:
   def max_path(self) -> int:
     """P: most tokens that one step emits, bonus included; also the most nodes on a path, root included."""
     return self.policy.max_depth + 1
+
+  def for_prefill(self) -> 'Spec':
+    """Return what prefill depends on: all but the policy, so that policies share a compiled prefill."""
+    return Spec(self.target, self.drafter, Plain(), self.chooser)
 
 
 class Limits(NamedTuple):

@@ -31,6 +31,7 @@ from eagle_jax.models.layers import (
   embed,
   no_attention,
 )
+from eagle_jax.models.transformer import see_window
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
 
@@ -67,7 +68,7 @@ class Drafted(NamedTuple):
 
   out: jax.Array  # [D, B, W], outputs at the level's nodes
   mask: jax.Array  # [B, W, M] bool, which drafted nodes they attend to
-  memory: Any  # arrays [B, G, M, K], keys and values of those nodes
+  memory: NewEntries  # [B, G, M, K], of those nodes
   match: Any  # [B, W, S] i32, see `lookup.TextLookup`; None without lookup
 
 
@@ -111,20 +112,15 @@ class Eagle:
     out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, attention)
     return out[0].reshape(-1, *feature_DBT.shape[1:]), out[1]
 
-  def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
-    """Run `apply_layer` behind the committed entries; also return keys and values of all new ones so far."""
-    oldest_BT = None
-    if self.config.window is not None:
-      oldest_BT = position_BT - (self.config.window - 1)  # slots are positions
-      # A node sees one new entry a position, in order: as many as it sees from one on, so many positions back that is.
-      back_BTM = jnp.cumsum(mask_BTM[..., ::-1], axis=-1)[..., ::-1]
-      mask_BTM &= back_BTM <= self.config.window
-    attention = CachedAttention(cache.keys[0], cache.values[0], cache.length, mask_BTM, earlier, oldest_BT)
-    return self.apply_layer(params, token_BT, feature_DBT, position_BT, attention)
-
-  def no_memory(self, shape: tuple[int, int, int, int]) -> Any:
-    """Make the memory of `forward` before anything is drafted, of unused entries."""
-    return (jnp.zeros(shape, self.dtype),) * 2
+  def forward(
+    self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier: NewEntries | None = None
+  ) -> tuple[jax.Array, NewEntries]:
+    """Run `apply_layer` behind the committed entries and earlier new ones; also return all new entries so far."""
+    oldest_BT, mask_BTM = see_window(self.config.window, position_BT, mask_BTM)
+    before = earlier and (earlier.keys[0], earlier.values[0])
+    attention = CachedAttention(cache.keys[0], cache.values[0], cache.length, mask_BTM, before, oldest_BT)
+    out_DBT, (keys, values) = self.apply_layer(params, token_BT, feature_DBT, position_BT, attention)
+    return out_DBT, NewEntries((keys,), (values,))
 
   def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> EagleState:
     """Read the prompts from an empty cache; see `draft.interface.DraftNetwork.start`."""
@@ -143,12 +139,8 @@ class Eagle:
 
   def apply_behind(self, params, cache: KVCache, token_BP, taps) -> tuple[jax.Array, NewEntries]:
     """Run causally over P target positions behind the cache: outputs [D, B, P], and their keys and values."""
-    batch, num_positions = token_BP.shape
-    position_BP = cache.length[:, None] + jnp.arange(num_positions)[None]
-    causal_BPP = jnp.broadcast_to(jnp.tri(num_positions, dtype=bool), (batch, num_positions, num_positions))
-    feature_DBP = self.fuse_taps(params, taps)
-    out_DBP, (keys, values) = self.forward(params, token_BP, feature_DBP, position_BP, causal_BPP, cache)
-    return out_DBP, NewEntries((keys,), (values,))
+    place_BP, causal_BPP = kv_cache.behind(cache, token_BP.shape[1])
+    return self.forward(params, token_BP, self.fuse_taps(params, taps), place_BP, causal_BPP, cache)
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, context: DraftContext) -> Candidates:
     """Grow every sequence's candidates."""
@@ -178,11 +170,11 @@ class Eagle:
     feature_DB1 = state.feature.T[..., None]
     roots = children(feature_DB1, match_B1S, 0, policy.fanouts[0])
     width, num_earlier = first_width(policy), sum(policy.widths[1:-1])
-    batch, num_heads, _, head_dim = state.cache.keys[0].shape
     out_DBW = jnp.repeat(feature_DB1, width, axis=2)
     match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, width, axis=1)
-    mask_BWM = jnp.zeros((batch, width, num_earlier), bool)
-    memory = self.no_memory((batch, num_heads, num_earlier, head_dim))
+    mask_BWM = jnp.zeros((len(root_B), width, num_earlier), bool)
+    unused = [jnp.zeros((*kv.shape[:2], num_earlier, kv.shape[3]), kv.dtype) for kv in state.cache.keys]
+    memory = NewEntries(tuple(unused), tuple(unused))
     return grow(roots, step, Drafted(out_DBW, mask_BWM, memory, match_BWS), root_B, policy, context)
 
   def children(

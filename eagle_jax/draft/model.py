@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax import cache as kv_cache
-from eagle_jax.cache import KVCache, NewEntries
+from eagle_jax.cache import KVCache
 from eagle_jax.config import TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle, EagleState, take_position
@@ -58,20 +58,10 @@ class Model(Eagle):
   def network(self) -> TransformerTarget:
     return TransformerTarget(self.config.model, self.dtype)
 
-  def no_memory(self, shape: tuple[int, int, int, int]) -> NewEntries:
-    zeros = (jnp.zeros(shape, self.dtype),) * self.config.model.num_layers
-    return NewEntries(zeros, zeros)
-
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
     """Run T tokens behind the cache; what came out at their parents is not read."""
     taps, entries = self.network.forward(params['model'], token_BT, position_BT, mask_BTM, cache, earlier)
     return taps.feature, entries
-
-  def apply_behind(self, params, cache: KVCache, token_BP, taps) -> tuple[jax.Array, NewEntries]:
-    batch, num_tokens = token_BP.shape
-    position_BP = cache.length[:, None] + jnp.arange(num_tokens)[None]
-    causal_BPP = jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (batch, num_tokens, num_tokens))
-    return self.forward(params, token_BP, None, position_BP, causal_BPP, cache)
 
   def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> EagleState:
     token_BP = jnp.concatenate([first_B[:, None], token_BL], axis=1)

@@ -15,6 +15,7 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import TextLookup
+from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
 
@@ -43,17 +44,11 @@ class NgramConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ngram:
+class Ngram(NoDrafter):
   """The n-gram drafter as a `draft.interface.DraftNetwork`; its state is empty, since the context holds the text."""
 
   config: NgramConfig
   dtype: Any = jnp.float32
-
-  def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> Any:
-    return ()
-
-  def update(self, params, state, token_BP, taps, count_B) -> Any:
-    return state
 
   def propose(self, params, state, root_B: jax.Array, policy: TreePolicy, context: DraftContext) -> Candidates:
     """Grow every sequence's candidates from the matches of its paths."""

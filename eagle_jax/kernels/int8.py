@@ -51,30 +51,20 @@ def round_to_unit(x: jax.Array, unit: jax.Array) -> jax.Array:
   return jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
 
 
-def multiply(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
+def multiply(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int | None = None) -> jax.Array:
   """Return [..., R] f32, the product of bytes and columns of floats.
 
   Args:
     value_OI: [..., I] i8.
     x_IR: of any float dtype.
-    num_parts: of I, equal ones, that differ in size.
+    num_parts: the parts of a column that are rounded apart, where columns are rounded; None: they are not.
   """
-  in_bytes = functools.partial(multiply_bytes, num_parts=num_parts)
+  in_bytes = functools.partial(multiply_bytes, num_parts=num_parts) if num_parts else None
   on_cpu = cpu.multiply if cpu.is_supported(value_OI, x_IR) else in_bytes
   return dispatch(value_OI, x_IR, default=reference, cpu=on_cpu)
 
 
-def multiply_exactly(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
-  """Return what `multiply` does, with no column rounded on any platform."""
-  on_cpu = cpu.multiply if cpu.is_supported(value_OI, x_IR) else None
-  return dispatch(value_OI, x_IR, default=reference, cpu=on_cpu)
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['value', 'scale'],
-  meta_fields=['dtype', 'num_parts', 'keeps_columns'],
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['value', 'scale'], meta_fields=['dtype', 'num_parts'])
 @dataclasses.dataclass(frozen=True)
 class Quantised:
   """A matrix whose output o is `scale[o] * value[o]`; outputs may have several dimensions."""
@@ -82,8 +72,9 @@ class Quantised:
   value: jax.Array  # [..., I] i8
   scale: jax.Array  # [...] f32
   dtype: Any  # of the matrix that it stands for, and of what it is multiplied with
-  num_parts: int = 1  # of I, equal ones: what it is multiplied with joins so many vectors, large and small
-  keeps_columns: bool = False  # whether products must not round the columns to 8 bits, where that is faster
+  # Where it is faster, products round the columns to 8 bits too: so many equal parts of I, each with a unit of its own,
+  # since a column may join an embedding and a feature. None: they never do.
+  num_parts: int | None = 1
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -91,8 +82,7 @@ class Quantised:
 
   def times(self, x_IR: jax.Array) -> jax.Array:
     """Return [..., R] f32, the product with columns of `dtype`."""
-    product = multiply_exactly if self.keeps_columns else functools.partial(multiply, num_parts=self.num_parts)
-    return product(self.value, x_IR) * self.scale[..., None]
+    return multiply(self.value, x_IR, num_parts=self.num_parts) * self.scale[..., None]
 
   def take(self, index_R: jax.Array) -> jax.Array:
     """Return the matrix's outputs at these indices, [R, I] of `dtype`, where outputs stand in one dimension."""

@@ -68,9 +68,7 @@ def hold(path: Sequence[str], array: np.ndarray, dtype: Any, mesh: Mesh | None) 
     return place_param(array.astype(dtype, copy=False), path, mesh)
   value, scale = round_matrix(array)
   if reads_bytes(mesh):
-    return Quantised(
-      place_param(value, path, mesh), place_param(scale, path, mesh), jnp.dtype(dtype), keeps_columns=True
-    )
+    return Quantised(place_param(value, path, mesh), place_param(scale, path, mesh), jnp.dtype(dtype), num_parts=None)
   return place_param((value * scale[..., None]).astype(dtype), path, mesh)
 
 

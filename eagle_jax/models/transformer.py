@@ -56,8 +56,8 @@ class Taps(NamedTuple):
   residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, or of the final norm, no norm
 
 
-def _windowed(window: int | None, position_BT, mask_BTM) -> tuple[jax.Array | None, jax.Array]:
-  """Return the oldest slot that each token sees, None for slot 0, and which new ones: slots are positions."""
+def see_window(window: int | None, position_BT, mask_BTM) -> tuple[jax.Array | None, jax.Array]:
+  """Return the oldest slot that each token sees, None for slot 0, and which new entries: slots are positions."""
   if window is None:
     return None, mask_BTM
   oldest_BT = position_BT - (window - 1)
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
     kinds = [c.layer(index) for index in range(c.num_layers)]
     rotations = {kind: Rotation.of(kind, position_BT) for kind in dict.fromkeys(kinds)}
     views = {
-      window: _windowed(window, position_BT, mask_BTM) for window in dict.fromkeys(kind.window for kind in kinds)
+      window: see_window(window, position_BT, mask_BTM) for window in dict.fromkeys(kind.window for kind in kinds)
     }
     layers, inputs = [], []
     before: Any = [None] * len(kinds) if earlier is None else zip(*earlier, strict=True)
@@ -136,10 +136,8 @@ class Transformer(nn.Module):
   def read(self, token_BL: jax.Array) -> Taps:
     """Run whole sequences: there is no cache to keep."""
     batch, length = token_BL.shape
-    position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
-    causal_BLL = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
-    cache = TransformerTarget(self.config, self.dtype).init_cache(batch, 0)
-    return self.forward(token_BL, position_BL, causal_BLL, cache)[0]
+    empty = TransformerTarget(self.config, self.dtype).init_cache(batch, 0)
+    return self.forward(token_BL, *kv_cache.behind(empty, length), empty)[0]
 
   def score(self, token_BL: jax.Array) -> jax.Array:
     """Return [V, B, L] f32, logits after every token of whole sequences, as in parity tests."""
