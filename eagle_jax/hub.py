@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from eagle_jax.weights.load import assemble, flatten, parameter_dtype, require_m
 from eagle_jax.weights.safetensors import write_safetensors
 
 log = logging.getLogger('eagle_jax')
+
+# What describes a target, and its tensors, which are read one at a time.
+_Source = tuple[TargetConfig, Tokenizer | None, naming.Table, Iterable[tuple[str, np.ndarray]]]
 
 _ASSETS = Path(__file__).parent / 'assets'
 
@@ -75,10 +79,18 @@ def load_target(
   path = _target_path(name_or_path, max_context=max_context)
   is_rounded, floats = _precision(dtype, compute_dtype)
   place = functools.partial(rounded.hold, dtype=floats, mesh=mesh) if is_rounded else None
-  read = _target_from_gguf if path.suffix == '.gguf' else _target_from_folder
-  target = read(path, jnp.float32 if is_rounded else floats, mesh, place, max_context)
-  target = rounded.with_own_head(target) if is_rounded else target
-  return dataclasses.replace(target, config=_named(target.config, path, name_or_path))
+  config, tokenizer, table, tensors = (_open_gguf if path.suffix == '.gguf' else _open_folder)(path, max_context)
+  source, read_as = str(path), jnp.float32 if is_rounded else floats
+  require_memory(table, read_as, is_rounded=is_rounded, source=source)
+  params = assemble(tensors, table, read_as, mesh=mesh, source=source, place=place, keeps=rounded.is_rounded)
+  if config.tied_head and 'head' in params:
+    if _is_same_head(params, place):
+      del params['head']
+    else:  # as transformers does
+      log.warning('%s: config.json ties the head to the embedding, but lm_head.weight is another: it is used', path)
+      config = dataclasses.replace(config, tied_head=False)
+  target = Target(_named(config, path, name_or_path), params, tokenizer)
+  return rounded.with_own_head(target) if is_rounded else target
 
 
 def _precision(dtype: Any, compute_dtype: Any) -> tuple[bool, Any]:
@@ -126,13 +138,10 @@ def _target_path(name_or_path: str | Path, *, has_weights: bool = True, max_cont
   return path
 
 
-def _target_from_gguf(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max_context: int | None) -> Target:
+def _open_gguf(path: Path, max_context: int | None) -> _Source:
   file = gguf.read_gguf(path)
   config, tokenizer = _gguf_config_and_tokenizer(file, max_context)
-  table = naming.gguf_table(config, gguf.read_family(file))
-  require_memory(table, dtype, is_rounded=place is not None, source=str(path))
-  params = assemble(file.tensors(), table, dtype, mesh=mesh, source=str(path), place=place, keeps=rounded.is_rounded)
-  return Target(config, params, tokenizer)
+  return config, tokenizer, naming.gguf_table(config, gguf.read_family(file)), file.tensors()
 
 
 def _gguf_config_and_tokenizer(
@@ -151,21 +160,12 @@ def _gguf_config_and_tokenizer(
   return dataclasses.replace(config, eos_ids=eos_ids), dataclasses.replace(tokenizer, eos_ids=eos_ids)
 
 
-def _target_from_folder(path: Path, dtype: Any, mesh: Mesh | None, place: Any, max_context: int | None) -> Target:
+def _open_folder(path: Path, max_context: int | None) -> _Source:
   content = targets.read_content(path)
   config = targets.target_config(path, content, max_context=max_context)
   tokenizer = Tokenizer.from_folder(path, config.eos_ids)
   table = naming.hf_table(config, targets.read_family(path, content))
-  require_memory(table, dtype, is_rounded=place is not None, source=str(path))
-  tensors = targets.read_text_tensors(path, content)
-  params = assemble(tensors, table, dtype, mesh=mesh, source=str(path), place=place, keeps=rounded.is_rounded)
-  if config.tied_head and 'head' in params:
-    if _is_same_head(params, place):
-      del params['head']
-    else:  # as transformers does
-      log.warning('%s: config.json ties the head to the embedding, but lm_head.weight is another: it is used', path)
-      config = dataclasses.replace(config, tied_head=False)
-  return Target(config, params, tokenizer)
+  return config, tokenizer, table, targets.read_text_tensors(path, content)
 
 
 def _is_same_head(params: dict[str, Any], place: Any) -> bool:
