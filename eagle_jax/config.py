@@ -31,8 +31,8 @@ def _require_ids(config) -> None:
   require(config, 'draft_vocab_size', is_part, f'between 1 and vocab_size={config.vocab_size}, or None for all ids')
 
 
-def _require_slowdown(config) -> None:
-  slowdown, num_pairs = config.rope_slowdown, (config.rotary_dim or config.head_dim) // 2
+def _require_slowdown(config, rotary_dim: int) -> None:
+  slowdown, num_pairs = config.rope_slowdown, rotary_dim // 2
   if slowdown and (len(slowdown) != num_pairs or not min(slowdown) > 0):
     raise ValueError(
       f'{type(config).__name__}: `rope_slowdown` must hold one positive number for each of the {num_pairs} pairs that '
@@ -106,7 +106,7 @@ class TargetConfig:
       _require_positive(self, 'window')
     is_rotary = self.rotary_dim is None or (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0)
     require(self, 'rotary_dim', is_rotary, f'even and between 2 and head_dim={self.head_dim}')
-    _require_slowdown(self)
+    _require_slowdown(self, self.rotary_dim or self.head_dim)
     self._require_layer_changes()
     require(self, 'activation', self.activation in self.ACTIVATIONS, f'one of {self.ACTIVATIONS}')
     is_routed = not self.num_experts or 0 < self.experts_per_token <= self.num_experts
@@ -126,25 +126,8 @@ class TargetConfig:
     return dataclasses.replace(self, layer_changes=(), **dict(dict(self.layer_changes).get(index, ())))
 
 
-class _PlainLayer:
-  """Switches of a target's layer that drafters never use."""
-
-  rotary_dim: ClassVar[int | None] = None
-  has_rope: ClassVar[bool] = True
-  joint_qk_norm: ClassVar[bool] = False
-  has_input_norms: ClassVar[bool] = True
-  has_output_norms: ClassVar[bool] = False
-  norm_in_float32: ClassVar[bool] = False
-  norm_offset: ClassVar[float] = 0.0
-  activation: ClassVar[str] = 'silu'
-  has_sinks: ClassVar[bool] = False
-  attention_scale: ClassVar[float | None] = None
-  residual_scale: ClassVar[float] = 1.0
-  num_experts: ClassVar[int] = 0
-
-
 @dataclasses.dataclass(frozen=True)
-class _HeadSizes(_PlainLayer):
+class _HeadSizes:
   """The fields that all drafters with one decoder layer share."""
 
   # Fields that older drafter folders lack: a missing one has its default.
@@ -175,11 +158,17 @@ class _HeadSizes(_PlainLayer):
   def _require_sizes(self) -> None:
     object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
     object.__setattr__(self, 'rope_scaling', tuple((key, value) for key, value in self.rope_scaling))
-    _require_slowdown(self)
+    _require_slowdown(self, self.head_dim)
     _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
     _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)
     _require_heads(self)
     _require_ids(self)
+
+  def as_layer(self) -> TargetConfig:
+    """Return the config of a target whose layers are all like the drafter's."""
+    of_target = {field.name for field in dataclasses.fields(TargetConfig)}
+    shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in of_target}
+    return TargetConfig(**shared, num_layers=1, max_context=1)
 
   @property
   def num_ids(self) -> int:
@@ -196,10 +185,6 @@ class DrafterConfig(_HeadSizes):
 
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
   name: str = 'drafter'
-
-  # Switches of a target's layer that this layer never uses.
-  qk_norm: ClassVar[bool] = False
-  window: ClassVar[int | None] = None
 
   def __post_init__(self):
     self._require_sizes()

@@ -47,13 +47,13 @@ class EagleHead(nn.Module):
 
     `feature_DR` may have 2D numbers: the second half is added to what `fc` gives (see `eagle_taps`).
     """
-    width = self.config.width
+    width, layer_config = self.config.width, self.config.as_layer()
     x_DR = Linear((width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR[:width]]))
     if feature_DR.shape[0] > width:
       x_DR += feature_DR[width:]
     # No input norm, since the feature is already normalised, and no final norm.
-    layer = DecoderLayer(self.config, has_input_norm=False, name='layer')
-    return layer(x_DR, Rotation.of(self.config, position_BT), attention)
+    layer = DecoderLayer(layer_config, has_input_norm=False, name='layer')
+    return layer(x_DR, Rotation.of(layer_config, position_BT), attention)
 
 
 class EagleState(NamedTuple):
@@ -116,7 +116,7 @@ class Eagle:
     self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier: NewEntries | None = None
   ) -> tuple[jax.Array, NewEntries]:
     """Run `apply_layer` behind the committed entries and earlier new ones; also return all new entries so far."""
-    oldest_BT, mask_BTM = see_window(self.config.window, position_BT, mask_BTM)
+    oldest_BT, mask_BTM = see_window(self.config.as_layer().window, position_BT, mask_BTM)
     before = earlier and (earlier.keys[0], earlier.values[0])
     attention = CachedAttention(cache.keys[0], cache.values[0], cache.length, mask_BTM, before, oldest_BT)
     out_DBT, (keys, values) = self.apply_layer(params, token_BT, feature_DBT, position_BT, attention)

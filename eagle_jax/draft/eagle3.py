@@ -31,7 +31,7 @@ class Eagle3Head(nn.Module):
     if c.num_taps:
       self.fc = Linear((c.width,), c.fc_bias)
     self.embedding_norm, self.feature_norm, self.mlp_norm, self.norm = (RMSNorm(c.norm_eps) for _ in range(4))
-    self.attn, self.mlp = Attention(c), SwiGLU(c.ffn_width, c.mlp_bias)
+    self.attn, self.mlp = Attention(c.as_layer()), SwiGLU(c.ffn_width, c.mlp_bias)
 
   def fuse(self, taps: tuple[jax.Array, ...]) -> jax.Array:
     """Fuse the taps, each [target width, R], into features [D, R]."""
@@ -44,7 +44,7 @@ class Eagle3Head(nn.Module):
     """Compute outputs [D, R], and return them with the memory that `attention` returns."""
     normed_DR = self.feature_norm(feature_DR)
     both_R = jnp.concatenate([self.embedding_norm(embedding_DR), normed_DR])
-    mixed_DR, memory = self.attn(both_R, Rotation.of(self.config, position_BT), attention)
+    mixed_DR, memory = self.attn(both_R, Rotation.of(self.config.as_layer(), position_BT), attention)
     x_DR = (normed_DR if self.config.norm_before_residual else feature_DR) + mixed_DR
     return x_DR + self.mlp(self.mlp_norm(x_DR)), memory
 

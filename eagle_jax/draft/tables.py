@@ -16,7 +16,7 @@ def eagle_table(config: DrafterConfig) -> Table:
   if config.fc_bias:
     entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
-  entries |= projection_entries(config, ('layer',), block, HF_PROJECTIONS)
+  entries |= projection_entries(config.as_layer(), ('layer',), block, HF_PROJECTIONS)
   return _table(config, entries)
 
 
@@ -60,8 +60,8 @@ def eagle3_table(config: Eagle3Config) -> Table:
   if config.fc_bias:
     entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
   entries['lm_head.weight'] = Entry(('head', 'weight'), (num_ids, width))
-  entries |= projection_entries(config, (), block, HF_PROJECTIONS, in_width=2 * width)
-  entries |= head_norms(config, (), f'{block}.self_attn.')
+  entries |= projection_entries(config.as_layer(), (), block, HF_PROJECTIONS, in_width=2 * width)
+  entries |= head_norms(config.as_layer(), (), f'{block}.self_attn.')
   return _table(config, entries)
 
 

@@ -8,7 +8,7 @@ table lists each tensor a file must hold, and by name the extra ones it may hold
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,29 +42,6 @@ class Table:
   optional: frozenset[str] = frozenset()  # entries that may be absent
 
 
-class _LayerDims(Protocol):
-  """The fields of a target's or a drafter's config that a decoder layer is built from."""
-
-  @property
-  def width(self) -> int: ...
-  @property
-  def num_heads(self) -> int: ...
-  @property
-  def num_kv_heads(self) -> int: ...
-  @property
-  def head_dim(self) -> int: ...
-  @property
-  def ffn_width(self) -> int: ...
-  @property
-  def qkv_bias(self) -> bool: ...
-  @property
-  def o_bias(self) -> bool: ...
-  @property
-  def mlp_bias(self) -> bool: ...
-  @property
-  def num_experts(self) -> int: ...
-
-
 def permute_rope_outputs(weight: np.ndarray, num_heads: int) -> np.ndarray:
   """Permute [heads * K, ...] from rotate-half to interleaved order: output (half, i) of a head moves to (i, half)."""
   return _swap_output_axes(weight, num_heads, (2, -1))
@@ -87,7 +64,7 @@ def _permuted(entry: Entry, num_heads: int) -> Entry:
   )
 
 
-def _attention(config: _LayerDims, path: tuple[str, ...], in_width: int) -> dict[str, Entry]:
+def _attention(config: TargetConfig, path: tuple[str, ...], in_width: int) -> dict[str, Entry]:
   """Map each parameter of the attention at `path`, whose input has `in_width` numbers, to its place."""
   num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
   queries = num_heads // num_kv_heads  # of a key-value head; its key and its value stand behind them
@@ -107,7 +84,7 @@ def _attention(config: _LayerDims, path: tuple[str, ...], in_width: int) -> dict
   return entries
 
 
-def _swiglu(config: _LayerDims, path: tuple[str, ...]) -> dict[str, Entry]:
+def _swiglu(config: TargetConfig, path: tuple[str, ...]) -> dict[str, Entry]:
   """Map each parameter of the feed-forward network at `path` to its place."""
   inward = config.ffn_width, config.width
   joint = functools.partial(Entry, (*path, 'gate_up', 'weight'), inward, (2, *inward))
@@ -122,7 +99,7 @@ def _swiglu(config: _LayerDims, path: tuple[str, ...]) -> dict[str, Entry]:
 
 
 def projection_entries(
-  config: _LayerDims,
+  config: TargetConfig,
   layer: tuple[str, ...],
   block: str,
   names: Mapping[str, str],
@@ -309,7 +286,7 @@ def _fused(
   return others | {f'{qkv_name}.weight': qkv, f'{gate_up_name}.weight': gate_up}
 
 
-def head_norms(config: Any, layer: tuple[str, ...], prefix: str) -> dict[str, Entry]:
+def head_norms(config: TargetConfig, layer: tuple[str, ...], prefix: str) -> dict[str, Entry]:
   """Map the norms of queries and keys, if there are any."""
   if not config.qk_norm:
     return {}
