@@ -15,10 +15,9 @@ policy/trees, policy/adaptive, policy/costs, draft/interface, draft/lookup, draf
 decode/verify, decode/commit, decode/prefill, decode/step, decode/generate.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from eagle_jax import decode, viz
 from eagle_jax.decode import Generation, generate, stream
+from eagle_jax.device import package_version
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.hub import load_drafter, load_target, save_drafter
 from eagle_jax.models.transformer import Target
@@ -34,10 +33,7 @@ from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
 from eagle_jax.sampling import GumbelMax
 from eagle_jax.sharding import make_mesh
 
-try:
-  __version__ = version('eagle_jax')
-except PackageNotFoundError:  # imported from a folder that was not installed
-  __version__ = 'unknown'
+__version__ = package_version('eagle_jax') or 'unknown'
 
 __url__ = ''  # of the repository, once it has one that notebooks can install from
 

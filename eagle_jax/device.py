@@ -26,10 +26,10 @@ def device_name(mesh: Mesh | None = None) -> str:
 def ran_on(mesh: Mesh | None = None) -> dict[str, Any]:
   """Describe the environment of a measurement: `device`, and `versions` of the packages that may affect it."""
   packages = 'eagle_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint'
-  return {'device': device_name(mesh), 'versions': {name: _version(name) for name in packages}}
+  return {'device': device_name(mesh), 'versions': {name: package_version(name) for name in packages}}
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
   """Return a package's version; None if it is imported from a folder and was not installed."""
   try:
     return version(package)
@@ -62,11 +62,8 @@ def free_memory_bytes() -> int | None:
   """Return the bytes of memory that are free for this process's devices; None if the system does not report them."""
   devices = jax.local_devices()
   if devices[0].platform == 'cpu':
-    try:
-      lines = Path('/proc/meminfo').read_text(encoding='utf-8').splitlines()
-    except OSError:
-      return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith('MemAvailable:')), None)
+    line = _first_line('/proc/meminfo', 'MemAvailable:')
+    return 1024 * int(line.split()[1]) if line else None
   stats = [device.memory_stats() or {} for device in devices]
   if any('bytes_limit' not in each for each in stats):
     return None
@@ -75,11 +72,16 @@ def free_memory_bytes() -> int | None:
 
 def cpu_features() -> str:
   """Return the CPU's instruction sets, as Linux names them; '' on other systems."""
+  return _first_line('/proc/cpuinfo', 'flags', 'Features')
+
+
+def _first_line(path: str, *beginnings: str) -> str:
+  """Return the first line of a file that begins with one of these; '' if there is none, or no such file."""
   try:
-    lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
+    lines = Path(path).read_text(encoding='utf-8').splitlines()
   except OSError:
     return ''
-  return next((line for line in lines if line.startswith(('flags', 'Features'))), '')
+  return next((line for line in lines if line.startswith(beginnings)), '')
 
 
 def num_free_nodes() -> int:

@@ -25,7 +25,7 @@ from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import mesh_of, place_param, to_host
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, huggingface, naming, targets
-from eagle_jax.weights.load import assemble, flatten, parameter_dtype, require_memory
+from eagle_jax.weights.load import assemble, parameter_dtype, require_memory
 from eagle_jax.weights.safetensors import write_safetensors
 
 log = logging.getLogger('eagle_jax')
@@ -283,13 +283,10 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   """
   drafter.require_exact()
   path, dtype = _path(path), None if dtype is None else parameter_dtype(dtype)
-  table = kinds.tensor_table(drafter.config)
-  own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
-  params = jax.tree.map(
-    lambda x: x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x,
-    {name: drafter.params[name] for name in own},
-  )
-  write_safetensors(path / 'model.safetensors', flatten(params, table))
+  tensors = kinds.own_tensors(drafter)
+  if dtype is not None:
+    tensors = {name: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for name, x in tensors.items()}
+  write_safetensors(path / 'model.safetensors', tensors)
   if provenance is not None:
     _write_json(path / 'provenance.json', provenance)
   _write_json(path / 'config.json', kinds.own_content(drafter.config))
@@ -327,12 +324,7 @@ def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout
     ['config.json', 'model.safetensors']
   """
   drafter.require_exact()
-  if layout not in export.LAYOUTS:
-    raise ValueError(f'`layout` must be one of {sorted(export.LAYOUTS)}, got {layout!r}.')
-  path = _path(path)
-  kind, embed_VD = kinds.name_of_kind(drafter.config), target.params['embed']['weight']
-  table = kinds.tensor_table(drafter.config)
-  out = export.written(kind, table, drafter.config, drafter.params, target.config, embed_VD, layout)
+  path, out = _path(path), export.written(drafter, target, layout)
   write_safetensors(path / 'model.safetensors', out.tensors)
   if out.ids:
     _write_json(path / heads.VOCABULARY_FILE, {'ids': out.ids})

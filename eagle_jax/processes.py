@@ -42,11 +42,6 @@ def is_main_process() -> bool:
   return jax.process_index() == 0
 
 
-def broadcast_from_main(value: bool) -> bool:
-  """Return the main process's value in every process, since they may look at a folder at different moments."""
-  return bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
-
-
 def true_everywhere(value: bool) -> bool:
   """Return whether the value is true in every process."""
   return bool(np.all(multihost_utils.process_allgather(np.bool_(value))))
@@ -61,8 +56,11 @@ def on_main(run: Callable[..., Any], *args: Any, **how: Any) -> None:
 
 
 def write_once(path: Path, make: Callable[[], Any], write: Callable[[Path, Any], None]) -> None:
-  """If the file is missing, compute its content in every process and write it in the main one."""
-  if not broadcast_from_main(path.exists()):
+  """If the file is missing, compute its content in every process and write it in the main one.
+
+  The main process decides, since they may look at a folder at different moments.
+  """
+  if not multihost_utils.broadcast_one_to_all(np.bool_(path.exists())):
     on_main(write, path, make())
 
 

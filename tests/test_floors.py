@@ -33,7 +33,7 @@ ORDER = {
   ),
   'draft': (
     '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'medusa', 'block',
-    'drafter', 'model', 'tables', 'heads', 'export', 'kinds',
+    'drafter', 'model', 'tables', 'heads', 'kinds', 'export',
   ),
   'decode': (
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',

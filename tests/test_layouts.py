@@ -309,10 +309,11 @@ def test_what_comes_back_otherwise_is_an_error():
     hub.require_same(drafter, Drafter(renamed, jax.tree.map(jnp.negative, drafter.params)), tiny.target(TARGET))
 
 
-def test_a_layout_without_a_kind_says_so():
+def test_a_layout_without_a_kind_says_so(target, monkeypatch):
   name = 'a kind of another day'
+  monkeypatch.setattr(export, 'name_of_kind', lambda config: name)
   with pytest.raises(ValueError, match=name):
-    export.written(name, kinds.Table({}), EAGLE3, {}, TARGET, None, 'sglang')
+    export.written(HEADS['eagle3'], target, 'sglang')
 
 
 def head(width, ffn, num_heads, kv_heads, head_dim, vocab, num_ids, **more):

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from eagle_jax.config import DrafterConfig, Eagle3Config, TargetConfig
+from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.heads import TAPS, inputs_of
-from eagle_jax.weights.load import flatten
-from eagle_jax.weights.naming import Table
+from eagle_jax.draft.kinds import name_of_kind, own_tensors
+from eagle_jax.models.transformer import Target
 
 HeadConfig = DrafterConfig | Eagle3Config
 
@@ -57,34 +58,25 @@ def _require_words(config: HeadConfig, form: Form) -> None:
     raise ValueError(f'This layout cannot express {unsaid} of drafter {config.name!r}: choose another.')
 
 
-def written(
-  kind: str,
-  table: Table,
-  config: HeadConfig,
-  params: Mapping[str, Any],
-  target: TargetConfig,
-  embed_VD: Any,
-  layout: str,
-) -> Written:
-  """Put a drafter into a layout of `LAYOUTS`.
+def written(drafter: Drafter, target: Target, layout: str) -> Written:
+  """Put a drafter into a layout.
 
   Args:
-    kind: the drafter's, a key of `kinds.KINDS`.
-    table: its tensors.
-    config, params: the drafter's.
-    target: its target, whose context and name the configs of other engines state.
-    embed_VD: the target's embedding.
+    drafter: to be written.
+    target: the model that it drafts for, whose context and name the configs of other engines state.
     layout: a key of `LAYOUTS`.
 
   Raises:
-    ValueError: the layout does not hold such drafters, or cannot express something of this one.
+    ValueError: unknown layout, one that does not hold such drafters, or cannot express something of this one.
   """
+  if layout not in LAYOUTS:
+    raise ValueError(f'`layout` must be one of {sorted(LAYOUTS)}, got {layout!r}.')
+  kind, config = name_of_kind(drafter.config), drafter.config
   if kind not in LAYOUTS[layout]:
     raise ValueError(f'Layout {layout!r} holds drafters of kinds {sorted(LAYOUTS[layout])}, not of kind {kind!r}.')
   form = LAYOUTS[layout][kind]
   _require_words(config, form)
-  own = {entry.path[0] for entry in table.entries.values()} & params.keys()
-  tensors = flatten({name: params[name] for name in own}, table)
+  tensors = own_tensors(drafter)
   ids: list[int] = []
   if 'd2t' in tensors:
     d2t_U = tensors['d2t'].astype(np.int64)
@@ -92,11 +84,12 @@ def written(
       tensors['d2t'] = d2t_U
       tensors['t2d'] = np.isin(np.arange(config.vocab_size), d2t_U + np.arange(len(d2t_U)))
     else:
-      ids = np.asarray(params['ids']).tolist()
+      ids = np.asarray(drafter.params['ids']).tolist()
       del tensors['d2t']
   if form.has_embedding and 'embed_tokens.weight' not in tensors:
-    tensors['embed_tokens.weight'] = np.asarray(jax.device_get(embed_VD))
-  return Written(form.content(config, target), {_renamed(name, form.rename): x for name, x in tensors.items()}, ids)
+    tensors['embed_tokens.weight'] = np.asarray(jax.device_get(target.params['embed']['weight']))
+  renamed = {_renamed(name, form.rename): x for name, x in tensors.items()}
+  return Written(form.content(config, target.config), renamed, ids)
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:

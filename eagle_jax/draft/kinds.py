@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
 from eagle_jax.draft.block import Block
+from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
@@ -16,6 +17,7 @@ from eagle_jax.draft.model import Model, ModelConfig, no_file
 from eagle_jax.draft.ngram import Ngram, NgramConfig
 from eagle_jax.draft.tables import block_table, eagle3_table, eagle_table, eagle_taps_table, medusa_table
 from eagle_jax.weights.folder import naming_config
+from eagle_jax.weights.load import flatten
 from eagle_jax.weights.naming import Table
 
 
@@ -112,6 +114,13 @@ def kind_of(config: Any) -> Kind:
 def tensor_table(config: Any) -> Table:
   """Return the tensors that the file of a drafter must hold."""
   return kind_of(config).tensor_table(config)
+
+
+def own_tensors(drafter: Drafter) -> dict[str, Any]:
+  """Return a drafter's tensors by their names in its file, without what it holds of its target."""
+  table = tensor_table(drafter.config)
+  own = {entry.path[0] for entry in table.entries.values()} & drafter.params.keys()
+  return flatten({name: drafter.params[name] for name in own}, table)
 
 
 def read_drafter_config(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> Any:

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.config import TargetConfig
 from eagle_jax.kernels.attention import Operands, attend
 from eagle_jax.kernels.dispatch import dispatch_loop
 from eagle_jax.kernels.int8 import Quantised
@@ -116,7 +117,7 @@ class RMSNorm(nn.Module):
 
 
 def norm_of(config: Any, name: str | None = None) -> RMSNorm:
-  """Make a norm of the form that a `TargetConfig` or a drafter's config has."""
+  """Make a norm of the form that the config's layers have."""
   return RMSNorm(config.norm_eps, config.norm_in_float32, config.norm_offset, name=name)
 
 
@@ -130,8 +131,8 @@ class Rotation(NamedTuple):
   sin: jax.Array  # [P, B, T] f32
 
   @classmethod
-  def of(cls, config: Any, position_BT: jax.Array) -> 'Rotation':
-    """Compute the angles of a layer's config, a target's or a drafter's, at absolute positions, i32.
+  def of(cls, config: TargetConfig, position_BT: jax.Array) -> 'Rotation':
+    """Compute the angles of the config's layers at absolute positions, i32.
 
     Pairs have wavelengths from 2 pi to 2 pi theta, `rope_slowdown` times slower where there is one.
     """
@@ -200,7 +201,7 @@ class CachedAttention(NamedTuple):
 class Attention(nn.Module):
   """Self-attention of new tokens; `attention` says to what."""
 
-  config: Any  # a `TargetConfig` or a `DrafterConfig`
+  config: TargetConfig
 
   @nn.compact
   def __call__(self, x_DR, rotation: Rotation, attention: AttentionFn):
@@ -280,7 +281,7 @@ class Experts(nn.Module):
   costs is weights. The experts run in a loop, so a program is as long for a hundred as for two.
   """
 
-  config: Any  # a `TargetConfig`
+  config: TargetConfig
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
@@ -325,7 +326,7 @@ class Experts(nn.Module):
 class DecoderLayer(nn.Module):
   """x + attention(norm(x)), then x + mlp(norm(x)), with the norms that the config asks for."""
 
-  config: Any  # of this layer, a target's or a drafter's
+  config: TargetConfig  # see `TargetConfig.layer` and `DrafterConfig.as_layer`
   has_input_norm: bool = True
 
   @nn.compact
