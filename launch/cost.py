@@ -15,11 +15,11 @@ import common
 import entry
 from absl import flags
 
-from eagle_jax.bench import questions
+from eagle_jax.bench import cost_report, questions
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.bench.tune import CONTEXTS, measure_times, tune
 from eagle_jax.evaluate import random_pairs
-from eagle_jax.policy import cost_store, costs
+from eagle_jax.policy import cost_store
 from eagle_jax.progress import progress_bar
 
 FLAGS = flags.FLAGS
@@ -51,8 +51,8 @@ def main(_):
     measured = measure(batch=batch)
     path = cost_store.write(measured, FLAGS.out and Path(FLAGS.out).expanduser())
     plot_costs(measured, path.with_suffix('.png'))
-    print(json.dumps(dataclasses.asdict(measured)) if FLAGS.json else costs.table(measured))
-    costs.warn_if_unsteady(measured)
+    print(json.dumps(dataclasses.asdict(measured)) if FLAGS.json else cost_report.table(measured))
+    cost_report.warn_if_unsteady(measured)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from eagle_jax import decode, device
-from eagle_jax.bench import tune
+from eagle_jax.bench import cost_report, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.decode import auto
 from eagle_jax.decode.program import Program
@@ -181,7 +181,7 @@ def test_every_kind_of_policy_is_read_back_from_a_cost_file(here):
 
 
 def test_table_shows_passes_policies_and_vocabularies():
-  text = cost.table(COSTS)
+  text = cost_report.table(COSTS)
   assert '| target pass, 8 nodes | 21.00 | 2.10 | 2.62 |' in text
   assert '| with 300 slots |' in text
   assert '| target pass, 8 nodes | 33.00 | 2.75 | 4.12 |' in text
@@ -191,11 +191,11 @@ def test_table_shows_passes_policies_and_vocabularies():
 
 def test_find_unsteady_reports_larger_sizes_that_took_less_time(caplog):
   """Compared with the slowest smaller size, since neighbours may both have been timed on a busy machine."""
-  assert cost.find_unsteady(SHORT) == []
+  assert cost_report.find_unsteady(SHORT) == []
   verify_ms = {1: 20.0, 2: 19.1, 16: 60.0, 24: 89.0, 32: 83.0, 48: 84.0, 64: 120.0}
   uneven = dataclasses.replace(SHORT, verify_ms=verify_ms, draft_ms={4: 1.3, 1: 1.27, 2: 0.52})
-  assert cost.find_unsteady(uneven) == [('verify_ms', 24, 32), ('verify_ms', 24, 48), ('draft_ms', 1, 2)]
-  cost.warn_if_unsteady(dataclasses.replace(TIMINGS, times=(LONG, uneven)))
+  assert cost_report.find_unsteady(uneven) == [('verify_ms', 24, 32), ('verify_ms', 24, 48), ('draft_ms', 1, 2)]
+  cost_report.warn_if_unsteady(dataclasses.replace(TIMINGS, times=(LONG, uneven)))
   assert [record.levelname for record in caplog.records] == ['WARNING'] * 3
   assert 'with 100 slots a target pass over 24 nodes took 89.00 ms, but a target pass over 32 nodes took 83.00' in (
     caplog.text
@@ -205,7 +205,7 @@ def test_find_unsteady_reports_larger_sizes_that_took_less_time(caplog):
 
 @pytest.mark.parametrize('path', sorted(cost_store.SHIPPED.glob('*.json')), ids=lambda path: path.stem)
 def test_shipped_costs_are_steady(path):
-  assert [cost.find_unsteady(times) for times in cost_store.read(path).times] == [[], []]
+  assert [cost_report.find_unsteady(times) for times in cost_store.read(path).times] == [[], []]
 
 
 def test_costs_are_plotted(tmp_path):
@@ -231,7 +231,7 @@ def test_path_values_resolve_likely_nodes():
 
 def test_timings_without_policies_are_stored_in_another_folder(here):
   assert cost_store.write(TIMINGS).parent != cost_store.write(COSTS).parent
-  assert '| whole step, chain(max_depth=3) | 18.00 | 1.80 | |' in cost.table(TIMINGS)
+  assert '| whole step, chain(max_depth=3) | 18.00 | 1.80 | |' in cost_report.table(TIMINGS)
 
 
 def test_measured_device_rates_are_work_over_the_least_time(monkeypatch):
