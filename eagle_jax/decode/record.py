@@ -8,6 +8,7 @@ import numpy as np
 
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import step
+from eagle_jax.decode.verify import Verdict
 from eagle_jax.sharding import to_host
 from eagle_jax.tree import NO_TOKEN, DraftTree
 
@@ -32,10 +33,8 @@ class Observed(NamedTuple):
   is_live: jax.Array  # [B] bool, before the step
   is_done: jax.Array  # [B] bool, after it
   tree: DraftTree  # [B, T] fields
+  verdict: Verdict  # [B, ...] fields
   log_p: Any  # [B, T] f32, see `step.node_log_p`
-  path: jax.Array  # [B, P] i32
-  chosen: jax.Array  # [B, P] i32, the target's choice after each node of the path
-  num_accepted: jax.Array  # [B] i32
   text_length: jax.Array  # [B] i32, before the step
   num_emitted: jax.Array  # [B] i32
 
@@ -44,15 +43,12 @@ class Observed(NamedTuple):
 def traced_step(params: Params, state: DecodeState, *, spec: Spec) -> tuple[DecodeState, Observed]:
   """Run one `step`, and also return what it did. `spec.is_traced` is set; `state` is donated."""
   after, tree_pass, _ = step(params, state, spec=spec)
-  verdict = tree_pass.verdict
   return after, Observed(
     is_live=~state.is_done,
     is_done=after.is_done,
     tree=tree_pass.tree,
+    verdict=tree_pass.verdict,
     log_p=tree_pass.log_p,
-    path=verdict.path,
-    chosen=verdict.token,
-    num_accepted=verdict.num_accepted,
     text_length=state.cache.length + 1,
     num_emitted=after.num_tokens - state.num_tokens,
   )
@@ -89,8 +85,8 @@ def cycle_of(seen: Any) -> Cycle:
     log_q=log_q,
     log_p=log_p,
     rank=sibling_ranks(parent, log_q),
-    path=id_T[seen.path[: seen.num_accepted + 1]],
-    bonus=int(seen.chosen[seen.num_accepted]),
+    path=id_T[seen.verdict.path[: seen.verdict.num_accepted + 1]],
+    bonus=int(seen.verdict.token[seen.verdict.num_accepted]),
     text_length=int(seen.text_length),
     num_emitted=int(seen.num_emitted),
   )
