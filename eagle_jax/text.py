@@ -187,12 +187,13 @@ class Tokenizer:
     Raises:
       ValueError: the text holds half of a surrogate pair, as an argument in Latin-1 or the JSON "\\ud83d" does.
     """
-    if not is_unicode(text):
-      place = next(i for i, letter in enumerate(text) if not is_unicode(letter))
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
       raise ValueError(
-        f'The text {text[max(0, place - 20) : place + 20]!a} is not Unicode: {text[place]!a} cannot be encoded. '
-        'Pass text that was decoded with its own encoding, mostly UTF-8.'
-      )
+        f'The text {text[max(0, error.start - 20) : error.start + 20]!a} is not Unicode: {text[error.start]!a} cannot '
+        'be encoded. Pass text that was decoded with its own encoding, mostly UTF-8.'
+      ) from None
     return self.backend.encode(text, add_special_tokens=False).ids
 
   def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
@@ -409,17 +410,16 @@ class StopDetector:
 
   def push(self, ids: Iterable[int]) -> str:
     """Append ids, and return the text that is now certain; once a stop string is complete, nothing is added."""
-    return ''.join(map(self._push_one, ids))
+    before = len(self.text)
+    for token in ids:
+      if not self.is_stopped:
+        self.num_tokens += 1
+        self._examine(self._detokenizer.push([token]), is_last=False)
+    return self.text[before:]
 
   def flush(self) -> str:
     """End the text: return what was held back."""
     return '' if self.is_stopped else self._examine(self._detokenizer.flush(), is_last=True)
-
-  def _push_one(self, token: int) -> str:
-    if self.is_stopped:
-      return ''
-    self.num_tokens += 1
-    return self._examine(self._detokenizer.push([token]), is_last=False)
 
   def _examine(self, text: str, *, is_last: bool) -> str:
     text = self._held + text

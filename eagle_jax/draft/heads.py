@@ -228,7 +228,7 @@ def _eagle3_layer(folder: Path, keys: Keys, is_midlayer: bool, is_deepspec: bool
 
 
 def _biases(layer: Keys) -> dict[str, Any]:
-  """Which biases a layer has that is made of a Llama's or a Qwen3's parts."""
+  """Return which biases the layer has, if it is made of a Llama's or a Qwen3's parts."""
   has_biases = layer.flag('attention_bias')  # of the output projection, too
   return {'qkv_bias': has_biases, 'o_bias': has_biases, 'mlp_bias': layer.flag('mlp_bias')}
 

@@ -15,9 +15,9 @@ from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.layout import row_major
 from eagle_jax.sharding import CACHE_AXES, on_each_device
 
-MASK_VALUE = float(jnp.finfo(jnp.float32).min)  # the score of what a query does not see; finite: none is all NaN
+MASK_VALUE = float(jnp.finfo(jnp.float32).min)  # the score of what a query does not see; finite, to avoid NaN
 FEW_QUERIES = 16
-MAX_QUERIES = 1024  # whose scores may exist at a time: those of all would be the largest array of a long prefill
+MAX_QUERIES = 1024  # at a time: the scores of all would be the largest array of a long prefill
 
 
 class Operands(NamedTuple):
@@ -94,8 +94,8 @@ def weighted_values(weight_BGJTS: jax.Array, values_BGSK: jax.Array) -> jax.Arra
 def attend_apart(given: Operands) -> jax.Array:
   """Attend with the scores of slots and of new entries in two arrays: no slot is copied to stand beside a new entry.
 
-  One softmax goes over both. Then a TPU's product that makes scores finds their maxima too, and the one with the values
-  makes the weights; joined, scores are written twice more and read three times more.
+  One softmax goes over both. On a TPU the product that computes the scores then also finds their maxima, and the one
+  with the values computes the weights. Joined, scores would be written twice more and read three times more.
   """
   score_BGJTS = jnp.where(mask_slots(given)[:, None, None], compute_scores(given.queries, given.keys), MASK_VALUE)
   score_BGJTM = jnp.where(given.mask[:, None, None], compute_scores(given.queries, given.new_keys), MASK_VALUE)
@@ -113,8 +113,8 @@ def attend_apart(given: Operands) -> jax.Array:
 def attend_joined(given: Operands) -> jax.Array:
   """Attend with new entries behind the slots, in whole tiles: two products, and one kernel for the softmax of both.
 
-  Of two arrays of scores XLA:GPU joins the keys all the same, for they meet the same queries, and transposes them; then
-  a dozen kernels read and write scores. A product of odd sizes it pads in a kernel of its own.
+  Given two arrays of scores, XLA:GPU joins the keys all the same, since they meet the same queries, transposes them,
+  and handles the scores in a dozen kernels. A product of odd sizes would be padded in a kernel of its own.
   """
   free = (0, 0), (0, 0), (0, -(given.keys.shape[2] + given.new_keys.shape[2]) % 64)
 
@@ -151,7 +151,7 @@ def attend_in_blocks(given: Operands) -> jax.Array:
 
 
 def attend(given: Operands) -> jax.Array:
-  """Return [B, G, J, T, K], what the queries make of the entries that they see, in the device's fastest form."""
+  """Attend to the slots and new entries that each query sees, [B, G, J, T, K], in the device's fastest form."""
   num_queries = given.queries.shape[3]
   if num_queries > MAX_QUERIES:
     return attend_in_blocks(given)

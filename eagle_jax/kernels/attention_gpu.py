@@ -1,10 +1,10 @@
 """Attention over the cache in one kernel for Hopper GPUs: no score leaves a multiprocessor, no block of slots past the
 text is read.
 
-XLA:GPU writes all scores and reads them again, and joins values to the cache's in another array. Here the softmax is
-taken while blocks of slots come in (FlashAttention, arXiv:2205.14135), and a long cache is split between
-multiprocessors, whose findings are joined after (Flash-Decoding). One key-value head's queries lie behind one another,
-64 to a block of threads: as many as the tensor cores multiply at least.
+XLA:GPU writes all scores and reads them again, and copies the cached values to join the new ones to them. Here the
+softmax is computed while blocks of slots come in (FlashAttention, arXiv:2205.14135), and a long cache is split between
+multiprocessors, whose results are combined at the end (Flash-Decoding). The queries of one key-value head are laid end
+to end, 64 to a block of threads, the fewest that tensor cores multiply.
 """
 
 import math
@@ -43,11 +43,11 @@ def attend(
   values_BGSK: jax.Array,
   length_B: jax.Array,
 ) -> jax.Array:
-  """Return [B, G, J, T, K], what T queries make of the new entries that they see, and of the committed ones.
+  """Return [B, G, J, T, K], attention of T queries to the new entries that they see, and to the committed ones.
 
   Arguments are those of `attention_tpu.attend`, as `is_supported` has them.
   """
-  from jax.experimental.pallas import mosaic_gpu as plgpu  # here, for it takes long, and most never need it
+  from jax.experimental.pallas import mosaic_gpu as plgpu  # here, because it is slow to import and rarely needed
 
   B, G, J, T, K = q_BGJTK.shape
   n, S = J * T, keys_BGSK.shape[2]

@@ -1,8 +1,8 @@
 """Attention over the cache in one kernel for TPU: no score leaves fast memory, no block of slots past the text is read.
 
-XLA writes the scores of a pass, and reads them twice: for their sum, and for the mixture. Here the softmax is taken
-while blocks of slots come in (FlashAttention, arXiv:2205.14135). It begins with the new entries, of which each
-query sees its own, so what comes later always meets a largest score.
+XLA writes the scores of a pass and reads them twice, for their sum and for the weighted values. Here the softmax is
+computed while blocks of slots come in (FlashAttention, arXiv:2205.14135). It begins with the new entries, of which
+each query sees at least its own, so later blocks always find a largest score.
 """
 
 import functools
@@ -19,7 +19,7 @@ from eagle_jax.device import precision
 LANES = 128  # that a TPU keeps the last dimension in: a shorter one is copied into as many before a kernel reads it
 MAX_BLOCK = 512  # slots
 MAX_SCORES = 2**19  # of a block: 2 MB
-MAX_BYTES = 2**19  # of queries; who sees whom, in integers, may take twice that: fast memory holds several of the kind
+MAX_BYTES = 2**19  # of queries; the mask, in integers, may take twice that: fast memory holds several such arrays
 
 
 def is_supported(q_BGJTK: jax.Array, k_BGMK: jax.Array, keys_BGSK: jax.Array) -> bool:
@@ -46,7 +46,7 @@ def attend(
   values_BGSK: jax.Array,
   length_B: jax.Array,
 ) -> jax.Array:
-  """Return [B, G, J, T, K], what T queries make of the new entries that they see, and of the committed ones.
+  """Return [B, G, J, T, K], attention of T queries to the new entries that they see, and to the committed ones.
 
   Args:
     q_BGJTK: queries, J of them a key-value head; one dtype with all keys and values.

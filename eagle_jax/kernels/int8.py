@@ -1,8 +1,8 @@
-"""Matrices in 8 bits: a pass costs what it reads.
+"""Matrices in 8 bits, since the time of a pass is that of the bytes it reads.
 
 A drafter's products may round the columns to 8 bits as well, since the text is the target's whatever is drafted. A
-target's never do: a rounding step would turn the 1e-7 by which passes of other shapes differ into 1e-2, and trees would
-part from plain decoding. The kernels of `cpu.cc` round them to 16 bits, a step of which is 3e-5 of a column's largest
+target's never do: rounding would turn the 1e-7 by which passes of different shapes differ into 1e-2, and trees would
+diverge from plain decoding. The kernels of `cpu.cc` round them to 16 bits, in steps of 3e-5 of a column's largest
 number.
 """
 
@@ -23,17 +23,17 @@ LARGEST = 127  # of int8, to both sides
 
 
 def reference(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
-  """Return [..., R] f32, the product of bytes and columns. On the way from memory an accelerator makes them floats."""
+  """Return [..., R] f32, the product of bytes and columns. An accelerator converts the bytes as it reads them."""
   return matmul(value_OI.astype(x_IR.dtype), x_IR, jnp.float32)
 
 
 def multiply_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
-  """Round the columns too: XLA:CPU multiplies bytes with bytes only, and with no single column of them.
+  """Round the columns too, because XLA:CPU multiplies bytes only with bytes, and only with two columns or more.
 
-  Each part of a column has a unit of its own, and so is a column of its own, 0 elsewhere. In one unit, that of the
-  largest numbers, an embedding beside a feature would be rounded away.
+  Each part of a column is rounded in a unit of its own, so it becomes a column of its own, 0 elsewhere. In one unit,
+  set by the largest numbers, an embedding beside a feature would be rounded away.
 
-  The columns stand on the left, transposed, which is faster. (With floats it is the other way round.)
+  The columns are on the left, transposed, which is faster. (For floats it is the other way round.)
   """
   x_PRI = x_IR.astype(jnp.float32).T.reshape(x_IR.shape[1], num_parts, -1).swapaxes(0, 1)
   unit_PR = jnp.abs(x_PRI).max(axis=2) / LARGEST

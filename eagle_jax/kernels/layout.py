@@ -19,6 +19,6 @@ def constrain_row_major(x: jax.Array) -> jax.Array:
 def row_major(x: jax.Array) -> jax.Array:
   """Keep the last dimension of an array innermost in memory.
 
-  Of an array that a mesh splits, the whole would be gathered: there, call it `sharding.on_each_device`.
+  An array that a mesh splits would be gathered whole: there, call this through `sharding.on_each_device`.
   """
   return dispatch(x, default=constrain_row_major, cpu=reference)

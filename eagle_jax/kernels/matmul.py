@@ -33,15 +33,15 @@ def multiply_parts(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> 
 
 
 def multiply_from_left(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
-  """Multiply as (x^T W^T)^T: in memory each column of the result lies in one place, and so should those of x.
+  """Multiply as (x^T W^T)^T: each column of the result is contiguous in memory, and so should those of x be.
 
-  XLA:GPU lays out what a product leaves as it is written, and norms and attention want each column in one place: the
-  other way round, there are four transpositions a layer.
+  XLA:GPU lays out the result of a product as the product is written, and norms and attention need contiguous columns.
+  Written the other way round, it would take four transpositions a layer.
   """
 
   def in_place(x: jax.Array) -> jax.Array:
     is_whole = jax.sharding.get_abstract_mesh().size <= 1
-    return row_major(x) if is_whole else x  # what a mesh splits, it would gather
+    return row_major(x) if is_whole else x  # an array that a mesh splits would be gathered
 
   dimensions = ((1,), (weight_OI.ndim - 1,)), ((), ())
   how: dict[str, Any] = {'precision': precision(x_IR.dtype), 'preferred_element_type': dtype}

@@ -30,10 +30,10 @@ def scan_unrolled(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, A
 
 
 def scan(step: Callable, carry: Any, x_d: jax.Array) -> tuple[Any, Any]:
-  """Return what the last step leaves, and what the steps give, [d, ...] each.
+  """Return the last carry, and the outputs of all steps, stacked: [d, ...] each.
 
   Args:
-    step: (carry, element) -> (carry, what it gives). The carry keeps its shapes, unless there is a single element.
+    step: (carry, element) -> (carry, output). The carry keeps its shapes, unless there is a single element.
     carry: a pytree of arrays.
     x_d: at least one element.
   """

@@ -1,5 +1,5 @@
-"""Sizes that fill whole tiles: of a product, where a tile that is not full costs as much as a full one, and of a cache,
-whose slots a kernel reads in blocks."""
+"""Sizes that fill whole tiles: of products, where a partial tile costs as much as a full one, and of caches, whose
+slots a kernel reads in blocks."""
 
 import dataclasses
 
@@ -10,16 +10,16 @@ from eagle_jax.kernels import cpu
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-  """What a device's products ask of the number of their columns."""
+  """The numbers of columns that a device multiplies well."""
 
-  least: int = 1  # that cost no more than one
-  any_until: int = 0  # so many columns cost what they are; more are rounded up to whole tiles
+  least: int = 1  # so many cost no more than one
+  any_until: int = 0  # up to so many need no rounding; more are rounded up to whole tiles
 
   @classmethod
   def of(cls, platform: str | None = None) -> 'Columns':
-    """Return what 'cpu', 'gpu' or 'tpu' asks; None: the platform that programs run on by default.
+    """Return those of 'cpu', 'gpu' or 'tpu'; None: of the platform that programs run on by default.
 
-    A TPU keeps a product of one column from its matrix unit. The kernels of `cpu.cc` have a form for each count.
+    XLA:TPU does not use the matrix unit for a single column. The kernels of `cpu.cc` have a form for each count.
     """
     if (platform or jax.default_backend()) == 'tpu':
       return cls(least=8)

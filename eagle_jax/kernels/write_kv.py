@@ -33,7 +33,8 @@ def write_one_by_one(kept: Any, new: Any, start_B: jax.Array) -> Any:
   new_BGNPK = row_major(jnp.stack(jax.tree.leaves(new), axis=2))  # so that a sequence's of all layers is one slice
 
   def write_next(done: jax.Array, kept: Any) -> Any:
-    # The last sequence first: XLA:TPU takes a loop in their order for one that replaces `kept` by `new`, and gives up.
+    # From the last sequence to the first: in the usual order, XLA:TPU mistakes the loop for one that replaces `kept` by
+    # `new`, and fails.
     row = start_B.shape[0] - 1 - done
     new_1GNPK = row_major(jax.lax.dynamic_slice_in_dim(new_BGNPK, row, 1))
     arrays, tree = jax.tree.flatten(kept)

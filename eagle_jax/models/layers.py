@@ -276,9 +276,9 @@ def find_asked(share_ER: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Experts(nn.Module):
   """Mixture of experts: each column passes through the few of E SwiGLUs that a router chooses (arXiv:2401.04088).
 
-  An expert that some column chose runs over all columns, so shapes are static; of many columns that is up to
-  E / experts_per_token times the arithmetic needed. One that no column chose is not read: what a pass of few columns
-  costs is weights. The experts run in a loop, so a program is as long for a hundred as for two.
+  An expert that some column chose runs over all columns, so shapes are static; for many columns that is up to
+  E / experts_per_token times the arithmetic needed. An expert that no column chose is not read, since a pass of few
+  columns is bound by the weights it reads. The experts run in a loop, so a program is as long for a hundred as for two.
   """
 
   config: TargetConfig
@@ -305,7 +305,7 @@ class Experts(nn.Module):
         else:
           active_FR = activate_clamped(gate_FR, up_FR, c.gate_limit, c.gate_slope)
         y_DR = project(active_FR, **outward)
-        # Chosen, not multiplied by 0: what a column that is not the expert's gives may have overflowed.
+        # A select, not a product with 0: the output for a column that is not the expert's may have overflowed.
         own_DR = jnp.where(share_1R > 0, y_DR.astype(jnp.float32) * share_1R, 0)
         return out_DR + own_DR.astype(out_DR.dtype)
 
@@ -313,7 +313,7 @@ class Experts(nn.Module):
 
     given = x_DR, share_ER, inward, outward
     most = R * c.experts_per_token
-    if most > 4 * c.num_experts:  # then some column chose each expert, and to ask would only cost
+    if most > 4 * c.num_experts:  # then every expert is needed almost surely, and asking would only cost time
       return run_experts(c.num_experts, jnp.arange(c.num_experts), *given)
     return dispatch_loop(
       *find_asked(share_ER),

@@ -20,7 +20,7 @@ from eagle_jax.models.transformer import Target
 from eagle_jax.sharding import mesh_of, place_param, to_host
 
 NAME = 'int8'
-BLOCK = 2**22  # numbers rounded at a time: bounds the memory of what lies between
+BLOCK = 2**22  # numbers rounded at a time: bounds the memory of intermediate results
 
 log = logging.getLogger('eagle_jax')
 

@@ -53,7 +53,7 @@ class Taps(NamedTuple):
   """Activations of a pass that drafters build on."""
 
   feature: jax.Array  # [D, B, T], last hidden state after the final norm: what the head reads
-  residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, or of the final norm, no norm
+  residual: tuple[jax.Array, ...] = ()  # [D, B, T] each, inputs of the tapped layers, or of the final norm; not normed
 
 
 def see_window(window: int | None, position_BT, mask_BTM) -> tuple[jax.Array | None, jax.Array]:
