@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from eagle_jax.decode.auto import Resolved, resolve_policy
@@ -75,12 +76,10 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
   params = drafter.params | _borrowed(target, drafter)
   if kind.has_logits:
     weights = (costs and costs.lookup_weights) or WEIGHTS
-    params['lookup_weights'] = place_param(np.asarray(weights, np.float32), ('lookup_weights',), mesh_of(target.params))
+    params['lookup_weights'] = _place('lookup_weights', np.asarray(weights, np.float32), target)
   network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
-  head = kind.network(drafter.config, drafter.dtype or target.dtype)
-  return Params(target.params, params, policy.arrays(costs, target, drafter)), Spec(
-    network, head, policy.static(), chooser
-  )
+  spec = Spec(network, kind.network(drafter.config, drafter.dtype or target.dtype), policy.static(), chooser)
+  return Params(target.params, params, policy.arrays(costs, target, drafter)), spec
 
 
 def require_chooser(chooser: Any) -> None:
@@ -96,24 +95,24 @@ def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:
 
   With a draft vocabulary, or quantised, the head is a copy.
   """
-  own, borrows = drafter.params, kind_of(drafter.config).borrows
-  if not borrows:
+  own, config = drafter.params, target.config
+  if not kind_of(drafter.config).borrows:
     return {}
-  embed_VD = own.get('embed', target.params['embed'])['weight']
-  if 'ids' in own:
-    ids_U = own['ids']
-  else:
-    ids_U = place_param(np.arange(target.config.vocab_size, dtype=np.int32), ('ids',), mesh_of(target.params))
+  borrowed = {'embed': own.get('embed', target.params['embed'])['weight']}
+  borrowed['ids'] = own['ids'] if 'ids' in own else _place('ids', np.arange(config.vocab_size, dtype=np.int32), target)
   if drafter.has_own_head:
-    return {'embed': embed_VD, 'head': own['head']['weight'], 'ids': ids_U}
-  head_UD, whole = target.head_VD, {}
+    return borrowed | {'head': own['head']['weight']}
+  head_UD = target.head_VD
   if 'ids' in own:
-    head_UD, whole = target.head_of(ids_U), {'whole_head': head_UD}
+    borrowed['whole_head'], head_UD = head_UD, target.head_of(own['ids'])
   if drafter.is_quantised:
     is_rounded = isinstance(head_UD, Quantised)  # the target's; unlike the target, a drafter may round activations
     head_UD = dataclasses.replace(head_UD, num_parts=1) if is_rounded else round_to_int8(head_UD)
-  divisor = {}
-  if target.config.logit_divisor != 1:
-    number = np.asarray(target.config.logit_divisor, np.float32)
-    divisor = {'logit_divisor': place_param(number, ('logit_divisor',), mesh_of(target.params))}
-  return {'embed': embed_VD, 'head': head_UD, 'ids': ids_U, **whole, **divisor}
+  if config.logit_divisor != 1:
+    borrowed['logit_divisor'] = _place('logit_divisor', np.float32(config.logit_divisor), target)
+  return borrowed | {'head': head_UD}
+
+
+def _place(name: str, numbers: Any, target: Target) -> jax.Array:
+  """Place numbers, as a drafter's parameter of this name, on the target's devices."""
+  return place_param(np.asarray(numbers), (name,), mesh_of(target.params))
