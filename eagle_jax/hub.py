@@ -211,10 +211,9 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None,
   if config.name == path.name != str(name_or_path):  # a folder of the hub's is named after a commit
     config = dataclasses.replace(config, name=huggingface.short_name(str(name_or_path)))
   require_match(config, target.config)
-  targets = target.dtype
-  asked = targets if dtype is None else parameter_dtype(dtype, 'int8')
+  asked = target.dtype if dtype is None else parameter_dtype(dtype, 'int8')
+  floats = target.dtype if asked == jnp.int8 else asked
   table, mesh = kinds.tensor_table(config), mesh_of(target.params)
-  floats = targets if asked == jnp.int8 else asked
   is_embedding = functools.partial(_is_same, target.params['embed']['weight'], path=('embed', 'weight'), mesh=mesh)
   tensors = kinds.kind_of(config).read_tensors(path, config, is_embedding, is_own='kind' in content)
   params = assemble(tensors, table, floats, mesh=mesh, source=str(path))

@@ -59,7 +59,7 @@ def compiled(folder):
   """The kernels are used."""
   with pytest.MonkeyPatch.context() as patch:
     use(patch, folder)
-    assert cpu.target() is not None
+    assert cpu.ffi_name() is not None
     yield
   forget()
 
@@ -129,7 +129,7 @@ def test_forms_for_other_machines(folder, tmp_path, monkeypatch, needed, machine
     pytest.skip(f'this machine does not run code for {machine}')
   monkeypatch.setattr(cpu, 'FLAGS', ' '.join(cpu.FLAGS).replace('-march=native', machine).split())
   use(monkeypatch, tmp_path)
-  assert cpu.target() is not None
+  assert cpu.ffi_name() is not None
   for kind, width in itertools.product(('float32', 'int8'), (576, 1536)):
     test_products(None, kind, width, (25,))
 
@@ -214,7 +214,7 @@ def test_the_loop_copies_no_cache(compiled, policy, batch):
 
 def serves_xla(caplog, *words) -> bool:
   """Return whether products are right without the kernels, and one log line says why."""
-  assert cpu.target() is None
+  assert cpu.ffi_name() is None
   w, x = weights('float32', 24, 64), columns(64, 4)
   assert not calls(matmul.matmul, w, x)
   np.testing.assert_allclose(jax.jit(matmul.matmul)(w, x), matmul.reference(w, x), rtol=1e-4, atol=1e-4)
@@ -282,14 +282,14 @@ def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch, caplog):
 
 def test_the_compiler_is_left_alone_if_xla_is_asked_for(tmp_path, monkeypatch):
   use(monkeypatch, tmp_path, 'xla')
-  assert cpu.target() is None
+  assert cpu.ffi_name() is None
   assert not (tmp_path / 'kernels').exists()
 
 
 def test_a_choice_that_is_none(tmp_path, monkeypatch):
   use(monkeypatch, tmp_path, 'fast')
   with pytest.raises(ValueError, match="'fast'"):
-    cpu.target()
+    cpu.ffi_name()
 
 
 # Processes and programs.
@@ -299,7 +299,7 @@ import sys, jax, numpy as np
 from eagle_jax.kernels import cpu, matmul
 w, x = np.ones((24, 64), np.float32), np.ones((64, 4), np.float32)
 assert (jax.jit(matmul.matmul)(w, x) == 64).all()
-print(cpu.target())
+print(cpu.ffi_name())
 """
 
 
@@ -317,8 +317,8 @@ def test_two_processes_compile_at_once(folder, tmp_path):
 def test_stored_programs_belong_to_their_kernels(compiled, tmp_path, monkeypatch, no_compilation_cache):
   programs, leaf = store.ProgramFolder(tmp_path / 'programs'), jnp.zeros(1)
   with_kernels = programs.place('f', [leaf], {}, ())
-  assert cpu.target() in with_kernels.origin
-  monkeypatch.setattr(cpu, 'target', lambda: None)
+  assert cpu.ffi_name() in with_kernels.origin
+  monkeypatch.setattr(cpu, 'ffi_name', lambda: None)
   assert programs.place('f', [leaf], {}, ()) == with_kernels._replace(origin=programs.place('f', [leaf], {}, ()).origin)
   assert programs.place('f', [leaf], {}, ()).origin != with_kernels.origin
 

@@ -46,7 +46,7 @@ def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
   """
   is_few = weight_OI.dtype == x_IR.dtype == jnp.float32 and x_IR.shape[1] <= MAX_COLUMNS
   is_whole = jax.sharding.get_abstract_mesh().size <= 1
-  return (is_few or weight_OI.dtype == jnp.int8) and is_whole and target() is not None
+  return (is_few or weight_OI.dtype == jnp.int8) and is_whole and ffi_name() is not None
 
 
 def multiply(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
@@ -74,10 +74,10 @@ def _differentiate(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 def _call(weight_OI: jax.Array, x_IR: jax.Array, name: str | None = None) -> jax.Array:
   result = jax.ShapeDtypeStruct((*weight_OI.shape[:-1], x_IR.shape[1]), jnp.float32)
-  return jax.ffi.ffi_call(name or str(target()), result)(weight_OI, x_IR.astype(jnp.float32))
+  return jax.ffi.ffi_call(name or str(ffi_name()), result)(weight_OI, x_IR.astype(jnp.float32))
 
 
-def target() -> str | None:
+def ffi_name() -> str | None:
   """Return the name that programs call the kernels by, which XLA then knows; None if XLA's own forms are to serve.
 
   Raises:
@@ -91,7 +91,7 @@ def target() -> str | None:
 
 def in_use(mesh: Mesh | None) -> str:
   """Return which of `CHOICES` multiplies on a mesh, or on the default device without one."""
-  return CHOICES[num_devices(mesh) > 1 or target() is None]
+  return CHOICES[num_devices(mesh) > 1 or ffi_name() is None]
 
 
 @functools.cache
