@@ -257,16 +257,11 @@ class Eagle3Config(_HeadSizes):
       require(self, 'taps', min(self.taps, default=0) >= 0, 'layers numbered from 0')
     if self.window is not None:
       _require_positive(self, 'window')
-    if self.norm_before_fc and self.fc_norm:
-      raise ValueError(
-        'Eagle3Config: at most one of `norm_before_fc` (one norm of all taps) and `fc_norm` (a norm of each) may be '
-        'True, got both.'
-      )
-    if not self.num_taps and (self.fc_bias or self.norm_before_fc or self.fc_norm or self.width != self.target_width):
-      raise ValueError(
-        'Eagle3Config: `taps` = () has no fc, so fc_bias, norm_before_fc and fc_norm must be False and `width` the '
-        f"target's, {self.target_width}, got {self.fc_bias}, {self.norm_before_fc}, {self.fc_norm} and {self.width}."
-      )
+    is_one_norm = not (self.norm_before_fc and self.fc_norm)
+    require(self, 'fc_norm', is_one_norm, 'False (a norm of each tap) if norm_before_fc is True (one norm of all)')
+    needs_fc = self.fc_bias or self.norm_before_fc or self.fc_norm or self.width != self.target_width
+    of_fc = f"fc_bias, norm_before_fc or fc_norm is True or `width` is not the target's, {self.target_width}"
+    require(self, 'taps', self.num_taps > 0 or not needs_fc, f'one layer or more, which fc reads, if {of_fc}')
     is_width = self.width == self.target_width or self.own_embedding
     require(self, 'width', is_width, f"the target's, {self.target_width}, unless own_embedding is True")
 
