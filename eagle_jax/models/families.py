@@ -34,6 +34,14 @@ _BIASES = frozenset({'attention_bias', 'mlp_bias'})
 _MULTIPLIERS = frozenset({'embedding_multiplier', 'attention_multiplier', 'residual_multiplier', 'logits_scaling'})
 _QWEN_WINDOWS = _WINDOWS | {'max_window_layers'}
 _ABSENT_IN_QWEN = {'sliding_window': 4096, 'max_window_layers': 28}
+_GEMMA_KEYS = frozenset({
+  'attention_bias', 'sliding_window', 'layer_types', 'sliding_window_pattern', 'rope_local_base_freq',
+  'query_pre_attn_scalar', 'final_logit_softcapping',
+})  # fmt: skip
+_GPT_OSS_YARN = {
+  'rope_type': 'yarn', 'factor': 32.0, 'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': False,
+  'original_max_position_embeddings': 4096,
+}  # fmt: skip
 FAMILIES = {
   'llama': Family(holds=_BIASES, gguf='llama', permuted_qk=True),
   'mistral': Family(('num_key_value_heads',), holds=frozenset({'sliding_window'}), absent={'sliding_window': 4096}),
@@ -68,17 +76,7 @@ FAMILIES = {
   ),
   'gemma3_text': Family(
     ('num_key_value_heads', 'head_dim', 'query_pre_attn_scalar'),
-    holds=frozenset(
-      {
-        'attention_bias',
-        'sliding_window',
-        'layer_types',
-        'sliding_window_pattern',
-        'rope_local_base_freq',
-        'query_pre_attn_scalar',
-        'final_logit_softcapping',
-      }
-    ),
+    holds=_GEMMA_KEYS,
     absent={
       'rope_theta': 1_000_000.0,
       'rope_local_base_freq': 10_000.0,
@@ -104,14 +102,7 @@ FAMILIES = {
       'attention_bias': True,
       'swiglu_limit': 7.0,
       'swiglu_alpha': 1.702,
-      'rope_parameters': {
-        'rope_type': 'yarn',
-        'factor': 32.0,
-        'beta_fast': 32.0,
-        'beta_slow': 1.0,
-        'truncate': False,
-        'original_max_position_embeddings': 4096,
-      },
+      'rope_parameters': _GPT_OSS_YARN,
     },
     norm_in_float32=True,
     has_sinks=True,
