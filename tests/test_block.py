@@ -26,17 +26,11 @@ from eagle_jax.train.run import first_weights
 from eagle_jax.train.step import Objective, Recipe, train_step
 
 CONFIG = BlockConfig(**dataclasses.asdict(tiny.DRAFTER), rank=8)
-PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 7)] for first in range(8)]
-HOW = {'max_new_tokens': 24, 'eos_ids': ()}
-SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
 
 
 @pytest.fixture(scope='module')
 def target():
-  target = tiny.target(seed=2)
-  target.params['embed']['weight'] *= 50
-  target.params['head']['weight'] *= 40
-  return target
+  return tiny.sure_target()
 
 
 @pytest.fixture(scope='module')
@@ -50,9 +44,10 @@ def drafter():
 
 def test_the_text_is_plain(target, drafter):
   policy, few = DynamicTree(3, 3, 3, 8, lookup=True), drafter.with_ids([*range(90, 30, -1)])
-  for sampling in SAMPLINGS:
+  for sampling in tiny.SAMPLINGS:
     plain, out = (
-      generate(target, one, PROMPTS, policy=policy if one else 'plain', **HOW, **sampling) for one in (None, few)
+      generate(target, one, tiny.PROMPTS, policy=policy if one else 'plain', **tiny.HOW, **sampling)
+      for one in (None, few)
     )
     assert out.tokens == plain.tokens
     assert {0, 1} <= {count for row in out.num_accepted for count in row}

@@ -30,17 +30,11 @@ from eagle_jax.weights.safetensors import write_safetensors
 V, D = 97, 32
 OWN = MedusaConfig(V, D, max_depth=3, num_layers=2, own_heads=True, name='heads')
 SHARED = MedusaConfig(V, D, max_depth=3, draft_vocab_size=40)
-PROMPTS = [[(10 * first + 3 * i) % V for i in range(1 + first % 7)] for first in range(8)]
-HOW = {'max_new_tokens': 24, 'eos_ids': ()}
-SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
 
 
 @pytest.fixture(scope='module')
 def target():
-  target = tiny.target(seed=2)
-  target.params['embed']['weight'] *= 50
-  target.params['head']['weight'] *= 40
-  return target
+  return tiny.sure_target()
 
 
 def heads(config: MedusaConfig, target) -> Drafter:
@@ -63,9 +57,9 @@ def heads(config: MedusaConfig, target) -> Drafter:
 )
 def test_the_text_is_plain(target, config, policy):
   """Also where a chain is longer than there are heads."""
-  for sampling in SAMPLINGS:
+  for sampling in tiny.SAMPLINGS:
     plain, out = (
-      generate(target, drafter, PROMPTS, policy=policy if drafter else 'plain', **HOW, **sampling)
+      generate(target, drafter, tiny.PROMPTS, policy=policy if drafter else 'plain', **tiny.HOW, **sampling)
       for drafter in (None, heads(config, target))
     )
     assert out.tokens == plain.tokens

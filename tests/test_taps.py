@@ -29,9 +29,6 @@ from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
 
 POLICIES = (DynamicTree(4, 3, 3, 12, lookup=True), StaticTree([(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)]))
-SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
-PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 7)] for first in range(8)]
-HOW = {'max_new_tokens': 24, 'eos_ids': ()}
 SIZES = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 64}
 TAPS = (1, 2)
 CONFIG = EagleTapsConfig(**SIZES, fc_bias=False, taps=TAPS)
@@ -39,10 +36,7 @@ CONFIG = EagleTapsConfig(**SIZES, fc_bias=False, taps=TAPS)
 
 @pytest.fixture(scope='module')
 def target():
-  target = tiny.target(seed=2)
-  target.params['embed']['weight'] *= 50
-  target.params['head']['weight'] *= 40
-  return target
+  return tiny.sure_target()
 
 
 @pytest.fixture(scope='module')
@@ -71,11 +65,13 @@ def tapping(widened):
   return Drafter(widened.config, widened.params | {'taps': taps | {'fc': fc}})
 
 
-@pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
+@pytest.mark.parametrize('sampling', tiny.SAMPLINGS, ids=['greedy', 'sampled'])
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_text_is_plain_and_silent_taps_draft_as_eagle2(target, head, widened, tapping, policy, sampling):
   plain, first, same, other = (
-    generate(target, drafter, PROMPTS, policy=policy if drafter else 'plain', trace=bool(drafter), **HOW, **sampling)
+    generate(
+      target, drafter, tiny.PROMPTS, policy=policy if drafter else 'plain', trace=bool(drafter), **tiny.HOW, **sampling
+    )
     for drafter in (None, head, widened, tapping)
   )
   assert first.tokens == same.tokens == other.tokens == plain.tokens
@@ -98,8 +94,8 @@ def test_a_head_with_taps_comes_back_and_no_other_layout_takes_it(target, tappin
 
 
 def test_a_quantised_head_with_taps_writes_the_same_text(target, tapping):
-  how = {'policy': POLICIES[0], 'trace': True, **HOW}  # a program of the test above
-  texts = [generate(target, drafter, PROMPTS, **how) for drafter in (tapping, tapping.quantised())]
+  how = {'policy': POLICIES[0], 'trace': True, **tiny.HOW}  # a program of the test above
+  texts = [generate(target, drafter, tiny.PROMPTS, **how) for drafter in (tapping, tapping.quantised())]
   assert texts[0].tokens == texts[1].tokens
   assert texts[0].stats['tau'] == pytest.approx(texts[1].stats['tau'], rel=0.1)
 
@@ -120,13 +116,13 @@ def eagle3() -> Drafter:
   return Drafter(EAGLE3, params | {'ids': jnp.arange(60, dtype=jnp.int32)})
 
 
-@pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
+@pytest.mark.parametrize('sampling', tiny.SAMPLINGS, ids=['greedy', 'sampled'])
 def test_recorded_text_with_taps_gives_the_acceptance_of_decoding(target, tapping, sampling):
   for drafter in (tapping, eagle3()):
-    made = generate(target, drafter, PROMPTS, policy=Chain(3), row_ids=range(8), **HOW, **sampling)
+    made = generate(target, drafter, tiny.PROMPTS, policy=Chain(3), row_ids=range(8), **tiny.HOW, **sampling)
     answers = [
       AnswerTokens(number, prompt, tokens, sampling.get('temperature', 0.0), sampling.get('seed', 0))
-      for number, (prompt, tokens) in enumerate(zip(PROMPTS, made.tokens, strict=True))
+      for number, (prompt, tokens) in enumerate(zip(tiny.PROMPTS, made.tokens, strict=True))
     ]
     examples = [  # in float32, as decoding has them
       one._replace(feature=feature)
@@ -187,7 +183,7 @@ def recorded(taps: tuple[int, ...]):
   target.params['embed']['weight'] *= 50
   target.params['head']['weight'] *= 40
   drafter = Drafter(dataclasses.replace(CONFIG, taps=taps), {})
-  tokens = generate(target, None, [[i] for i in range(12)], temperature=1.0, **HOW).tokens
+  tokens = generate(target, None, [[i] for i in range(12)], temperature=1.0, **tiny.HOW).tokens
   return make_examples(target, drafter, [AnswerTokens(i, [i], answer, 1.0) for i, answer in enumerate(tokens)])
 
 

@@ -14,10 +14,21 @@ TARGET = TargetConfig(
   vocab_size=97, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=64, max_context=512
 )
 DRAFTER = DrafterConfig(vocab_size=97, width=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_width=48)
+PROMPTS = [[(10 * first + 3 * i) % 97 for i in range(1 + first % 7)] for first in range(8)]
+HOW = {'max_new_tokens': 24, 'eos_ids': ()}
+SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
 
 
 def target(config: TargetConfig = TARGET, *, seed: int = 0, tokenizer=None) -> Target:
   return Target(config, TransformerTarget(config).init_params(jax.random.key(seed)), tokenizer)
+
+
+def sure_target() -> Target:
+  """A target that is sure of itself, and whose newest token counts most."""
+  sure = target(seed=2)
+  sure.params['embed']['weight'] *= 50
+  sure.params['head']['weight'] *= 40
+  return sure
 
 
 def drafter(config: DrafterConfig = DRAFTER, *, seed: int = 1) -> Drafter:
