@@ -125,7 +125,7 @@ def rope_of(config: Any) -> dict[str, Any]:
 def _of_rope(target: Target, drafter: Drafter) -> Iterator[Repair]:
   own, advice = rope_of(drafter.config), "correct rope_theta and rope_scaling in the drafter's config.json"
   targets, usual = rope_of(target.config), {'rope_theta': USUAL_BASE, 'rope_slowdown': (), 'rope_factor': 1.0}
-  is_alike = all(getattr(drafter.config, name) == getattr(target.config, name) for name in ('head_dim', 'rotary_dim'))
+  is_alike = drafter.config.head_dim == target.config.head_dim and target.config.rotary_dim is None
   if own != targets and is_alike:
     yield Repair(
       'rope', f"with the target's RoPE, of base {targets['rope_theta']:g}", advice, _with(drafter, **targets)
