@@ -464,7 +464,7 @@ def measure_rates(
   `generate`, and more so the more nodes it has. Prefill is not timed.
   """
   groups = sorted((prompts[start : start + batch] for start in range(0, len(prompts), batch)), key=_padded_length)
-  stats: dict[TreePolicy, list[dict[str, Any]]] = {policy: [] for policy in policies}
+  totals = {policy: np.zeros(3) for policy in policies}  # new tokens, target passes, seconds
   prefill, loop = Program(run_prefill), Program(decode_loop)
   with use_mesh(mesh_of(target.params)):
     for group in progress(groups, desc='decoding'):
@@ -480,14 +480,13 @@ def measure_rates(
         state = copy_state(first[policy])
         start = time.perf_counter()
         work = to_host(Work.of(run(params, state)))
-        stats[policy].append(work.stats({'decode_s': time.perf_counter() - start}))
+        totals[policy] += work.num_tokens.sum(), work.num_passes.sum(), time.perf_counter() - start
   for program in (prefill, loop):
     program.forget()
 
   def rate(policy: TreePolicy) -> Rate:
-    num_new, seconds, num_passes = (
-      sum(of_group[name] for of_group in stats[policy]) for name in ('num_new_tokens', 'decode_s', 'num_target_passes')
-    )
-    return Rate.of(policy, tok_per_s=num_new / seconds, tau=tau(num_new, num_passes, num_sequences=len(prompts)))
+    num_new, num_passes, seconds = totals[policy].tolist()
+    num_tokens = tau(int(num_new), int(num_passes), num_sequences=len(prompts))
+    return Rate.of(policy, tok_per_s=num_new / seconds, tau=num_tokens)
 
   return tuple(sorted(map(rate, policies), key=lambda one: -one.tok_per_s))
