@@ -42,5 +42,5 @@ def test_the_example_of_a_docstring_runs(names, name, tmp_path, monkeypatch):
   example = doctest.DocTestParser().get_doctest(inspect.getdoc(PUBLIC[name]), dict(names), name, None, None)
   assert example.examples
   said = []
-  doctest.DocTestRunner().run(example, out=said.append)
+  doctest.DocTestRunner(verbose=False).run(example, out=said.append)
   assert not said, ''.join(said)
