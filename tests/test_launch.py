@@ -133,7 +133,11 @@ def configuration(path, target='smollm2-135m-instruct', more=''):
   [
     ('del RECIPE', None, 'RECIPE is missing; a Recipe is needed'),
     ('del DATA', None, 'DATA is missing; a dict is needed'),
-    ('DRAFTER = {}', None, 'DRAFTER is a dict; a DrafterConfig or .* or Eagle3Config or MedusaConfig is needed'),
+    (
+      'DRAFTER = {}',
+      None,
+      'DRAFTER is a dict; a DrafterConfig or EagleTapsConfig or BlockConfig or Eagle3Config or MedusaConfig is needed',
+    ),
     ('TARGET = TargetConfig(11, 32, 1, 4, 2, 8, 64, 128)', None, 'TARGET is a TargetConfig; a str is needed'),
     ('Recipe(steps=1)', None, "keyword argument 'steps'. The fields of Recipe are num_steps, num_rows, .*seed[.]"),
     ('Objective(top=1)', None, "'top'. The fields of Objective are regression, "),
