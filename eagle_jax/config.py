@@ -258,7 +258,9 @@ class Eagle3Config(_HeadSizes):
     if self.window is not None:
       _require_positive(self, 'window')
     is_one_norm = not (self.norm_before_fc and self.fc_norm)
-    require(self, 'fc_norm', is_one_norm, 'False (a norm of each tap) if norm_before_fc is True (one norm of all)')
+    require(
+      self, 'norm_before_fc', is_one_norm, 'False (one norm of all taps) where each tap has its own and fc_norm is True'
+    )
     needs_fc = self.fc_bias or self.norm_before_fc or self.fc_norm or self.width != self.target_width
     of_fc = f"fc_bias, norm_before_fc or fc_norm is True or `width` is not the target's, {self.target_width}"
     require(self, 'taps', self.num_taps > 0 or not needs_fc, f'one layer or more, which fc reads, if {of_fc}')

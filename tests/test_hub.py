@@ -484,7 +484,8 @@ def test_bad_drafters(tmp_path, target, drafter):
   hub.save_drafter(drafter, tmp_path / 'saved')
   content = json.loads((tmp_path / 'saved' / 'config.json').read_text())
   for changed, message in (
-    (content | {'kind': 'medusa'}, "kind 'medusa'"),
+    (content | {'kind': 'medusa'}, r"kind 'medusa', lacks \['max_depth', 'num_layers', 'own_heads'\]"),
+    (content | {'kind': 'mamba'}, "kind 'mamba' is not supported; one of"),
     ({name: value for name, value in content.items() if name != 'norm_eps'}, r"lacks \['norm_eps'\]"),
     (content | {'width': '32'}, "`width` = '32'"),
     (content | {'norm_eps': math.nan}, '`norm_eps` = nan'),

@@ -156,7 +156,8 @@ def _own_config(folder: Path, content: Mapping[str, Any]) -> Any:
   given = {name: value for name, value in content.items() if name != 'kind'}
   known = {field.name for field in dataclasses.fields(form)}
   if missing := sorted(known - given.keys() - getattr(form, 'MAY_LACK', frozenset())):
-    raise ValueError(f'{folder}/config.json lacks {missing}: save the drafter again with save_drafter.')
+    of_kind = f'{folder}/config.json, of kind {content["kind"]!r},'
+    raise ValueError(f'{of_kind} lacks {missing}: save the drafter again with save_drafter.')
   if unknown := sorted(given.keys() - known):
     raise ValueError(f'{folder}/config.json has unknown fields {unknown}; known are {sorted(known)}.')
   return form(**given)
