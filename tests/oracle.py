@@ -23,6 +23,7 @@ from eagle_jax.decode.step import decode_loop, result
 from eagle_jax.draft.expand import Children, first_width, grow
 from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.ngram import Ngram, NgramConfig
+from eagle_jax.draft.peagle import PEagle, PEagleConfig
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import Plain
@@ -168,6 +169,39 @@ class OracleMedusa(Medusa):
     _, num_heads, batch = out_2dB.shape
     hash_dB = unpack(out_2dB) + jnp.arange(1, num_heads + 1, dtype=jnp.uint32)[:, None]
     return hash_logits(hash_dB.reshape(-1), vocab_size=self.config.vocab_size).reshape(-1, num_heads, batch)
+
+
+@functools.cache
+def at_random(form: type) -> type:
+  """Make a kind of network whose random weights stand in no params, and whose only tap is the oracle's feature."""
+
+  @dataclasses.dataclass(frozen=True)
+  class AtRandom(form):
+    @functools.cached_property
+    def weights(self):
+      with jax.ensure_compile_time_eval():
+        rows = jax.random.normal(jax.random.key(1), (2, self.config.vocab_size, self.config.width))
+        own = {'embed': rows[0], 'head': rows[1], 'ids': jnp.arange(self.config.vocab_size)}
+        return jax.jit(self.init_params)(jax.random.key(0)) | own
+
+    def start(self, params, token_BL, taps: Taps, *more):
+      return super().start(self.weights, token_BL, taps._replace(residual=(taps.feature,)), *more)
+
+    def update(self, params, state, token_BP, taps: Taps, count_B):
+      return super().update(self.weights, state, token_BP, taps._replace(residual=(taps.feature,)), count_B)
+
+    def propose(self, params, *more):
+      return super().propose(self.weights, *more)
+
+  return AtRandom
+
+
+SIZES = {'width': 2, 'num_heads': 1, 'num_kv_heads': 1, 'head_dim': 2, 'ffn_width': 2, 'target_width': 2, 'taps': (0,)}
+
+
+def p_eagle(vocab_size: int) -> PEagle:
+  """A head of one layer over the feature, normed, for it is large."""
+  return at_random(PEagle)(PEagleConfig(vocab_size, **SIZES, fc_norm=True, mask_token_id=3))
 
 
 def medusa(vocab_size: int) -> Medusa:

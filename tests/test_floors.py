@@ -32,8 +32,8 @@ ORDER = {
     'cost_store',
   ),
   'draft': (
-    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'medusa', 'block',
-    'drafter', 'model', 'tables', 'heads', 'kinds', 'export',
+    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'one_pass',
+    'medusa', 'block', 'drafter', 'model', 'tables', 'heads', 'peagle', 'kinds', 'export',
   ),
   'decode': (
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',

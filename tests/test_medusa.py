@@ -17,7 +17,8 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.expand import Children
 from eagle_jax.draft.kinds import kind_of, tensor_table
 from eagle_jax.draft.lookup import Evidence
-from eagle_jax.draft.medusa import Medusa, add_evidence
+from eagle_jax.draft.medusa import Medusa
+from eagle_jax.draft.one_pass import add_evidence
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -212,9 +213,15 @@ def test_random_trees_match_plain_decoding():
   assert seen == set(range(5))
 
 
-@pytest.mark.parametrize('make', [oracle.ngram, oracle.medusa], ids=['ngram', 'medusa'])
-@pytest.mark.parametrize('policy', [Chain(4), DynamicTree(3, 3, 3, 8)], ids=lambda p: p.describe())
-def test_drafters_that_know_nothing_match_plain_decoding(policy, make):
+@pytest.mark.parametrize(
+  ('make', 'policy'),
+  [
+    *itertools.product([oracle.ngram, oracle.medusa], [Chain(4), DynamicTree(3, 3, 3, 8)]),
+    (oracle.p_eagle, DynamicTree(3, 3, 3, 8)),
+  ],
+  ids=lambda x: x.describe() if hasattr(x, 'describe') else x.__name__,
+)
+def test_drafters_that_know_nothing_match_plain_decoding(make, policy):
   """With 13 tokens many repeat by chance, so some drafted tokens are accepted."""
   for sampling in SAMPLINGS:
     tokens, num_accepted = run(policy, drafter=make(VOCAB), **sampling)

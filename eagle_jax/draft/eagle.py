@@ -59,7 +59,7 @@ class EagleHead(nn.Module):
 class EagleState(NamedTuple):
   """The drafter's cache and newest output over the committed text."""
 
-  cache: KVCache  # one layer; an entry for every committed token
+  cache: KVCache  # of its own layers; an entry for every committed token
   feature: jax.Array  # [B, D], the drafter's output at the newest position, which predicts the root's children
 
 
@@ -85,6 +85,11 @@ class Eagle:
   config: Any  # a `DrafterConfig`; subclasses have their own
   dtype: Any = jnp.float32
   fuses: ClassVar[frozenset[str]] = frozenset()  # of its params, those that `fuse_taps` reads
+
+  @property
+  def num_layers(self) -> int:
+    """Number of its decoder layers, each of which has keys and values in the cache."""
+    return 1
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Initialise `fc` and `layer` at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
@@ -124,7 +129,8 @@ class Eagle:
 
   def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> EagleState:
     """Read the prompts from an empty cache; see `draft.interface.DraftNetwork.start`."""
-    empty = kv_cache.init(self.config, num_layers=1, batch=len(length_B), num_slots=0, dtype=self.dtype)
+    sizes = {'num_layers': self.num_layers, 'batch': len(length_B), 'num_slots': 0}
+    empty = kv_cache.init(self.config, **sizes, dtype=self.dtype)
     out_DBL, entries = self.apply_behind(params, empty, token_BL, taps)
     return EagleState(kv_cache.fill(entries, length_B, num_slots=num_slots), take_position(out_DBL, length_B - 1))
 

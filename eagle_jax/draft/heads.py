@@ -36,11 +36,18 @@ _EAGLE_ARCHITECTURES = frozenset({
   'LlamaForCausalLM', 'MistralForCausalLM', 'MixtralForCausalLM', 'Qwen2ForCausalLM',  # SafeAILab: its target's
   'LlamaForCausalLMEagle', 'Qwen2ForCausalLMEagle', 'EagleLlamaForCausalLM', 'EAGLEModel', 'EagleSpeculator',
 })  # fmt: skip
-_EAGLE3_ARCHITECTURES = frozenset({
+EAGLE3_ARCHITECTURES = frozenset({
   'LlamaForCausalLM', 'LlamaForCausalLMEagle3', 'Eagle3LlamaForCausalLM', 'Eagle3Speculator', 'Eagle3DraftModel',
   'LlamaEagle3DraftModel',
 })  # fmt: skip
 _DEEPSPEC = 'Qwen3Eagle3Model'
+
+
+def is_p_eagle(content: Mapping[str, Any]) -> bool:
+  """Return whether a config.json is that of a P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass."""
+  if (kind := content.get(_SPECULATORS)) is not None:
+    return kind == 'peagle'
+  return content.get('parallel_drafting') is True or 'peagle' in str(content.get('architectures')).lower()
 
 
 def _is_eagle3(content: Mapping[str, Any]) -> bool:
@@ -52,7 +59,7 @@ def _is_eagle3(content: Mapping[str, Any]) -> bool:
   return is_named or any(content.get(name) is not None for name in ('draft_vocab_size', 'truncated_vocab_size'))
 
 
-def _require_architecture(folder: Path, keys: Keys, known: Collection[str]) -> None:
+def require_architecture(folder: Path, keys: Keys, known: Collection[str]) -> None:
   given = keys.get('architectures', [])
   if unknown := [name for name in given if name not in known]:
     raise ValueError(f'{folder}: architectures {unknown} are not supported; {sorted(known)} are.')
@@ -64,10 +71,10 @@ def _require(folder: Path, keys: Keys, name: str, allowed: tuple[Any, ...], othe
     raise ValueError(f'{folder}: {name} {keys[name]!r} is not supported: {otherwise}.')
 
 
-def _speculators_layer(folder: Path, keys: Keys) -> Keys:
+def _speculators_layer(folder: Path, keys: Keys, *, is_one: bool = True) -> Keys:
   """Return the layer's own keys in a config of vLLM's speculators, with transformers' defaults."""
   _require(folder, keys, 'transformer_layer_architecture', ('LlamaDecoderLayer',), 'the layer would be another')
-  name, is_eagle3 = 'transformer_layer_config', keys[_SPECULATORS] == 'eagle3'
+  name, is_eagle3 = 'transformer_layer_config', keys[_SPECULATORS] != 'eagle'
   content = keys.nested(name).content
   if is_eagle3 and 'model_type' not in content:
     if (version := _speculators_version(keys)) is None:
@@ -82,7 +89,8 @@ def _speculators_layer(folder: Path, keys: Keys) -> Keys:
     raise ValueError(f'{folder}: model_type {form!r} in {name} is not supported: one of {known} is.')
   layer = Keys(_DEFAULTS[form] | content, prefix=f'{name}.')
   keys.adopt(name, layer)
-  _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
+  if is_one:
+    _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
   return layer
 
 
@@ -113,7 +121,7 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
   if _is_eagle3(content) or content.get(_SPECULATORS, 'eagle') != 'eagle':
     return None
   keys = Keys(content)
-  _require_architecture(folder, keys, _EAGLE_ARCHITECTURES)
+  require_architecture(folder, keys, _EAGLE_ARCHITECTURES)
   architecture = ''.join(keys.get('architectures', []))
   if _SPECULATORS in keys:
     layer = _speculators_layer(folder, keys)
@@ -149,40 +157,56 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   """
   if not _is_eagle3(content):
     return None
-  keys, names = Keys(content), read_names(folder)
-  _require_architecture(folder, keys, _EAGLE3_ARCHITECTURES | {_DEEPSPEC})
-  is_deepspec = _DEEPSPEC in keys.get('architectures', [])
-  is_other = is_deepspec or _SPECULATORS in keys
-  is_midlayer = not is_other and (not names or any('midlayer.' in name for name in names))
-  layer, window = _eagle3_layer(folder, keys, is_midlayer, is_deepspec)
+  keys = Keys(content)
+  require_architecture(folder, keys, EAGLE3_ARCHITECTURES | {_DEEPSPEC})
+  if _SPECULATORS in keys and 'norm_before_residual' not in keys:
+    raise ValueError(
+      f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
+    )
+  fields, (window,) = eagle3_fields(folder, keys, target)
+  norm_output = _norm_output(folder, keys, _is_midlayer(folder, keys))
+  config = Eagle3Config(**fields, window=window, norm_output=norm_output)
+  keys.require_known(folder, 'a head that cannot be drafted with')
+  return config
+
+
+def _is_midlayer(folder: Path, keys: Keys) -> bool:
+  """Return whether the writer is one of those that name the layer `midlayer`."""
+  names = read_names(folder)
+  is_other = _DEEPSPEC in keys.get('architectures', []) or _SPECULATORS in keys
+  return not is_other and (not names or any('midlayer.' in name for name in names))
+
+
+def eagle3_fields(
+  folder: Path, keys: Keys, target: TargetConfig, *, is_one_layer: bool = True
+) -> tuple[dict[str, Any], tuple[int | None, ...]]:
+  """Read the fields of an `Eagle3Config` but its window and `norm_output`, and the windows of all layers."""
+  is_deepspec, is_midlayer = _DEEPSPEC in keys.get('architectures', []), _is_midlayer(folder, keys)
+  layer, windows = _eagle3_layers(folder, keys, is_midlayer, is_deepspec, is_one_layer)
   nested = keys.nested('eagle_config')
   fields = _llama_fields(folder, layer)
   num_ids = _same_everywhere(folder, 'draft_vocab_size', keys, keys, 'truncated_vocab_size') or fields['vocab_size']
   target_width = int(keys.get('target_hidden_size', fields['width']))
-  is_trained = keys.flag('embed_requires_grad')  # its embedding
+  is_trained = keys.flag('embed_requires_grad', keys.get(_SPECULATORS) == 'peagle')  # its embedding
   taps = _deepspec_taps(folder, keys, target) if is_deepspec else _taps(folder, keys, nested, target.num_layers)
   _require(folder, keys, 'num_aux_hidden_states', (3 if taps is None else len(taps),), 'which they are is not said')
   if not nested.flag('use_aux_hidden_state', True):
     taps = ()
   _require(folder, keys, 'num_target_layers', (target.num_layers,), f'the target has {target.num_layers} layers')
-  config = Eagle3Config(
-    **fields,
-    target_width=target_width,
-    taps=taps,
-    draft_vocab_size=None if num_ids == fields['vocab_size'] else int(num_ids),
-    own_embedding=is_trained or target_width != fields['width'],
-    fc_bias=keys.flag('bias'),
-    **({} if is_midlayer else _biases(layer)),
-    qk_norm=is_deepspec or (_SPECULATORS in keys and layer['model_type'] == 'qwen3'),
-    window=window,
-    norm_before_fc=_is_on(folder, 'norm_before_fc', keys, nested),
-    norm_before_residual=keys.flag('norm_before_residual'),
-    fc_norm=_is_on(folder, 'fc_norm', keys, keys, 'use_aux_norm'),
-    norm_output=_norm_output(folder, keys, is_midlayer),
-    name=folder.name,
-  )
-  keys.require_known(folder, 'a head that cannot be drafted with')
-  return config
+  is_qwen3 = is_deepspec or 'PeagleQwen3ForCausalLM' in keys.get('architectures', [])
+  own = {
+    'target_width': target_width,
+    'taps': taps,
+    'draft_vocab_size': None if num_ids == fields['vocab_size'] else int(num_ids),
+    'own_embedding': is_trained or target_width != fields['width'],
+    'fc_bias': keys.flag('bias'),
+    'qk_norm': is_qwen3 or (_SPECULATORS in keys and layer['model_type'] == 'qwen3'),
+    'norm_before_fc': _is_on(folder, 'norm_before_fc', keys, nested),
+    'norm_before_residual': keys.flag('norm_before_residual'),
+    'fc_norm': _is_on(folder, 'fc_norm', keys, keys, 'use_aux_norm'),
+    'name': folder.name,
+  }
+  return fields | ({} if is_midlayer else _biases(layer)) | own, windows
 
 
 def read_medusa(folder: Path, content: Mapping[str, Any], target: TargetConfig) -> MedusaConfig | None:
@@ -207,24 +231,23 @@ def read_medusa(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   return config
 
 
-def _eagle3_layer(folder: Path, keys: Keys, is_midlayer: bool, is_deepspec: bool) -> tuple[Keys, int | None]:
-  """Return the keys of the layer, and its window."""
+def _eagle3_layers(
+  folder: Path, keys: Keys, is_midlayer: bool, is_deepspec: bool, is_one: bool
+) -> tuple[Keys, tuple[int | None, ...]]:
+  """Return the keys of the layers, and their windows."""
   if _SPECULATORS in keys:
-    layer = _speculators_layer(folder, keys)
-    if 'norm_before_residual' not in keys:
-      raise ValueError(
-        f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
-      )
-    return layer, _window(folder, layer)
+    layer = _speculators_layer(folder, keys, is_one=is_one)
+    return layer, windows_of(folder, layer, int(layer['num_hidden_layers']))
   if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window or biases
     _read_past(keys, keys, (*_WINDOW, 'num_hidden_layers', 'attention_bias', 'mlp_bias'))
-    return keys, None
+    return keys, (None,)
   if is_deepspec:  # which copies the target's keys too, and never has a window
     _read_past(keys, keys, _WINDOW)
   else:
     _refuse_window(folder, keys)
-  _require(folder, keys, 'num_hidden_layers', (1,), 'only heads of one layer are')
-  return keys, None
+  if is_one:
+    _require(folder, keys, 'num_hidden_layers', (1,), 'only heads of one layer are')
+  return keys, (None,) * int(keys.get('num_hidden_layers', 1))
 
 
 def _biases(layer: Keys) -> dict[str, Any]:
@@ -263,19 +286,17 @@ def _refuse_window(folder: Path, layer: Keys) -> None:
   layer.get('sliding_window')
 
 
-def _window(folder: Path, layer: Keys) -> int | None:
-  """Return how many positions the layer sees; None for all. As in vLLM and speculators, `layer_types` decides."""
+def windows_of(folder: Path, layer: Keys, num_layers: int) -> tuple[int | None, ...]:
+  """Return how many positions each layer sees; None for all. As in vLLM and speculators, `layer_types` decides."""
   if 'layer_types' not in layer:
     _refuse_window(folder, layer)
-    return None
-  window = layer.get('sliding_window')
+    return (None,) * num_layers
+  window, kinds = layer.get('sliding_window'), layer['layer_types'][:num_layers]
   layer.get('use_sliding_window')
-  kind = [*layer['layer_types'], None][0]
-  if kind == 'full_attention':
-    return None
-  if kind != 'sliding_attention' or window is None:
+  known = {'full_attention': None} | ({} if window is None else {'sliding_attention': int(window)})
+  if len(kinds) < num_layers or not known.keys() >= {*kinds}:
     raise ValueError(f'{folder}: layer_types {layer["layer_types"]!r} with sliding_window {window} is not supported.')
-  return int(window)
+  return tuple(known[kind] for kind in kinds)
 
 
 def _norm_output(folder: Path, keys: Keys, is_midlayer: bool) -> bool:

@@ -15,6 +15,7 @@ from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors, re
 from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.model import Model, ModelConfig, no_file
 from eagle_jax.draft.ngram import Ngram, NgramConfig
+from eagle_jax.draft.peagle import PEagle, PEagleConfig, peagle_table, read_peagle
 from eagle_jax.draft.tables import block_table, eagle3_table, eagle_table, eagle_taps_table, medusa_table
 from eagle_jax.weights.folder import naming_config
 from eagle_jax.weights.load import flatten
@@ -60,6 +61,16 @@ KINDS: dict[str, Kind] = {
     read_config=read_medusa,
     read_tensors=read_head_tensors,
     borrows=frozenset({'head', 'ids'}),
+    is_one_pass=True,
+  ),
+  'p-eagle': Kind(
+    'P-EAGLE',
+    PEagleConfig,
+    PEagle,
+    tensor_table=peagle_table,
+    read_config=read_peagle,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'embed', 'ids'}),
     is_one_pass=True,
   ),
   'eagle2': Kind(

@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 
-from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig
-from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, projection_entries
+from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
+from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, layer_norms, projection_entries
 
 
 def eagle_table(config: DrafterConfig) -> Table:
@@ -63,6 +63,12 @@ def eagle3_table(config: Eagle3Config) -> Table:
   entries |= projection_entries(config.as_layer(), (), block, HF_PROJECTIONS, in_width=2 * width)
   entries |= head_norms(config.as_layer(), (), f'{block}.self_attn.')
   return _table(config, entries)
+
+
+def layer_entries(layer: TargetConfig, ours: str, block: str) -> dict[str, Entry]:
+  """Map an ordinary decoder layer of a head, `block` in the file."""
+  entries = layer_norms(layer, (ours,), block) | projection_entries(layer, (ours,), block, HF_PROJECTIONS)
+  return entries | head_norms(layer, (ours,), f'{block}.self_attn.')
 
 
 def medusa_table(config: MedusaConfig) -> Table:

@@ -235,7 +235,7 @@ def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
   for i in range(config.num_layers):
     layer, block, of_layer = f'layer_{i}', f'model.layers.{i}', config.layer(i)
     ignored.add(f'{block}.self_attn.rotary_emb.inv_freq')
-    entries |= _layer_norms(config, (layer,), block)
+    entries |= layer_norms(config, (layer,), block)
     projections = projection_entries(of_layer, (layer,), block, HF_PROJECTIONS)
     fused = f'{block}.self_attn.qkv_proj', f'{block}.mlp.gate_up_proj'
     entries |= _fused(config, layer, projections, *fused) if family.is_fused else projections
@@ -249,7 +249,7 @@ def hf_table(config: TargetConfig, family: Family = FAMILIES['llama']) -> Table:
   return Table(entries, frozenset(ignored), frozenset(optional))
 
 
-def _layer_norms(config: TargetConfig, layer: tuple[str, ...], block: str) -> dict[str, Entry]:
+def layer_norms(config: TargetConfig, layer: tuple[str, ...], block: str) -> dict[str, Entry]:
   """Map the norms of the inputs of attention and feed-forward network, and of their outputs."""
   names = {}
   if config.has_input_norms:

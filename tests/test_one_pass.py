@@ -1,0 +1,80 @@
+"""Drafters that fill all depths in one pass, as other engines publish them: the text with them, and their folders.
+
+What they compute is held by `parity/test_one_pass_heads.py`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from eagle_jax import hub
+from eagle_jax.decode.build import build
+from eagle_jax.decode.generate import generate
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.kinds import kind_of, tensor_table
+from eagle_jax.draft.peagle import PEagleConfig
+from eagle_jax.models.transformer import Taps
+from eagle_jax.policy.trees import DynamicTree
+from eagle_jax.weights.load import flatten
+
+SIZES = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
+CONFIGS = {
+  'p-eagle': PEagleConfig(
+    **SIZES, target_width=32, taps=(0, 2), draft_vocab_size=60, mask_token_id=9, later_windows=(4,), qk_norm=True
+  ),
+}
+TREE = DynamicTree(2, 3, 3, 6, lookup=True)
+
+
+@pytest.fixture(scope='module')
+def target():
+  return tiny.sure_target()
+
+
+@pytest.fixture(scope='module')
+def plain(target):
+  return [generate(target, None, tiny.PROMPTS, policy='plain', **tiny.HOW, **how).tokens for how in tiny.SAMPLINGS]
+
+
+def drafter_of(kind: str) -> Drafter:
+  config = CONFIGS[kind]
+  params = kind_of(config).network(config, jnp.float32).init_params(jax.random.key(2))
+  return Drafter(config, params | {'ids': jnp.arange(60, dtype=jnp.int32)})
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_the_text_is_plain(target, plain, kind):
+  """Greedy and sampled, whatever is drafted: at random, some tokens are right."""
+  for sampling, expected in zip(tiny.SAMPLINGS, plain, strict=True):
+    out = generate(target, drafter_of(kind), tiny.PROMPTS, policy=TREE, **tiny.HOW, **sampling)
+    assert out.tokens == expected
+    assert {0, 1} <= {count for row in out.num_accepted for count in row}
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_matrices_may_have_8_bits(target, kind):
+  params, spec = build(target, drafter_of(kind).quantised(), policy=TREE)
+  token_1L, one_1 = jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32)
+  taps = Taps(jnp.zeros((32, 1, 3)), (jnp.zeros((32, 1, 3)),) * 2)
+
+  def run(params):
+    state = spec.drafter.start(params, token_1L, taps, one_1, 8, one_1)
+    return spec.drafter.score(params, state, one_1, 3)
+
+  assert jax.eval_shape(run, params.drafter).shape == (60, 3, 1)
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_a_drafter_comes_back(target, tmp_path, kind):
+  drafter = drafter_of(kind)
+  hub.save_drafter(drafter, tmp_path)
+  again = hub.load_drafter(tmp_path, target)
+  assert again.config == dataclasses.replace(drafter.config, name=again.config.name)
+  assert hub.kinds.name_of_kind(again.config) == kind
+  jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+  names = flatten(drafter.params, tensor_table(drafter.config))
+  assert names.keys() >= {'d2t', 'fc.weight', 'layers.1.mlp.up_proj.weight'}
