@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -190,6 +191,21 @@ def test_a_classifier_is_fitted_to_a_pair_and_stored_with_its_costs(target, draf
 
 
 # The comparison.
+
+
+def test_answers_are_recorded_by_length_and_come_in_the_order_of_the_questions(target, monkeypatch):
+  asked = [Question('one', str(n), ('a' * length,)) for n, length in enumerate((3, 40, 5, 30, 16, 33))]
+  lengths = []
+
+  def answer_id(target, drafter, prompts, *, row_ids, **_):
+    lengths.append([len(prompt) for prompt in prompts])
+    return SimpleNamespace(tokens=[[row_id] for row_id in row_ids])
+
+  monkeypatch.setattr(compare, 'generate', answer_id)
+  answers = compare.record_answers(target, asked, 1.0, max_new_tokens=8)
+  assert lengths == [[40, 33, 30], [16, 5, 3]]
+  assert [len(one.prompt) for one in answers] == [3, 40, 5, 30, 16, 33]
+  assert [[one.id] for one in answers] == [one.answer for one in answers] == [[question.row_id] for question in asked]
 
 
 def test_modelled_time_by_hand():

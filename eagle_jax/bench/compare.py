@@ -17,6 +17,7 @@ from eagle_jax.bench.comparison import Row, merit
 from eagle_jax.bench.measure import generate_warm
 from eagle_jax.bench.questions import Question, tokenizer_of
 from eagle_jax.decode.auto import find_costs
+from eagle_jax.decode.buckets import group_by_length
 from eagle_jax.decode.generate import generate
 from eagle_jax.decode.step import tau
 from eagle_jax.draft.drafter import Drafter
@@ -84,12 +85,15 @@ def _can_grow(width: int, depth: int, num_nodes: int) -> bool:
 def record_answers(
   target: Target, questions: Sequence[Question], temperature: float, *, max_new_tokens: int, seed: int = 0
 ) -> list[AnswerTokens]:
-  """Answer the first turn of every question by plain decoding."""
+  """Answer the first turn of every question by plain decoding, prompts of similar length together."""
   encode = tokenizer_of(target).encode_prompt
   prompts, ids = [encode(question.turns[0]) for question in questions], [question.row_id for question in questions]
-  how: Any = {'max_new_tokens': max_new_tokens, 'temperature': temperature, 'seed': seed, 'row_ids': ids}
-  answers = generate(target, None, prompts, **how).tokens
-  return [AnswerTokens(*one, temperature, seed) for one in zip(ids, prompts, answers, strict=True)]
+  how: Any = {'max_new_tokens': max_new_tokens, 'temperature': temperature, 'seed': seed}
+  answers: dict[int, list[int]] = {}
+  for group in group_by_length([*map(len, prompts)]):
+    made = generate(target, None, [prompts[i] for i in group], row_ids=[ids[i] for i in group], **how)
+    answers |= zip(group, made.tokens, strict=True)
+  return [AnswerTokens(ids[i], prompt, answers[i], temperature, seed) for i, prompt in enumerate(prompts)]
 
 
 def grow_all(

@@ -23,6 +23,20 @@ def bucket(size: int) -> int:
   return power
 
 
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+  """Split indices into groups that are worth padding to one length, the longest first.
+
+  In a group no bucket is below half the largest, since each group costs a compilation and decode steps of its own.
+  """
+  groups: list[list[int]] = []
+  for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    if groups and 2 * bucket(lengths[index]) >= bucket(lengths[groups[-1][0]]):
+      groups[-1].append(index)
+    else:
+      groups.append([index])
+  return groups
+
+
 def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.ndarray, np.ndarray]:
   """Pad prompts at the end to the bucket of `max_prompt`.
 
