@@ -89,50 +89,86 @@ def train(
       other taps; a head that predicts no features is to learn them, or one of its own other ids; the mesh does not
       divide the recipe's rows; or training diverged.
   """
+  setup = _set_up(target, config, examples, held_out, recipe, initial=initial, ids=ids)
+  outcome = Outcome(config, setup.vocabulary, folder / 'drafter', provenance or {})
+  with run_lock(folder), use_mesh(setup.mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
+    told = settings(config, recipe) | dict(origin or {}) | setup.ids_hash
+    state = _resume(_first_state(setup, initial), checkpoints, folder / 'settings.json', told)
+    measure = _held_out_metrics(setup, target, held_out, outcome, num_traced)
+    with Meter(recipe, setup.flops_per_device, first=int(state.step), progress=progress) as meter:
+      reports = Reports(folder, int(state.step), meter, measure, checkpoints, outcome)
+      state = _run_steps(setup, state, meter, reports, report_every)
+    best, metrics = checkpoints.restore_best(state)
+    if best is not None:  # else the drafter stays as it was exported with the checkpoint
+      outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
+  return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setup:
+  """What a run trains with, checked before anything is written."""
+
+  config: Any  # of the drafter
+  recipe: Recipe
+  examples: Sequence[Example]
+  mesh: Mesh | None
+  ids: np.ndarray | None  # [U] i32, the ids to draft if they were known before; see `_learned_ids`
+  frozen: Frozen
+  vocabulary: dict[str, jax.Array]  # see `frozen_inputs`
+  taps: tuple[int, ...]  # layers of the target that the drafter reads
+  reader: TransformerTarget | None  # computes features in the step; None where they are stored
+
+  def network(self, dtype: str) -> Any:
+    return kind_of(self.config).network(self.config, jnp.dtype(dtype))
+
+  @property
+  def static(self) -> dict[str, Any]:
+    """The static arguments of `train_step` and `evaluate`."""
+    return {'network': self.network(self.recipe.dtype), 'recipe': self.recipe, 'target': self.reader}
+
+  @property
+  def ids_hash(self) -> dict[str, str]:
+    """What the run's settings say of the ids that were known before."""
+    return {} if self.ids is None else {'ids': hashlib.sha256(self.ids.astype('<i4').tobytes()).hexdigest()}
+
+  @property
+  def flops_per_device(self) -> float:
+    """FLOPs of a step on each device."""
+    reader = None if self.reader is None else self.reader.config
+    num_ids = self.frozen.head.shape[0]
+    return step_flops(self.config, self.recipe, num_ids=num_ids, reader=reader) / num_devices(self.mesh)
+
+
+def _set_up(
+  target: Target,
+  config: Any,
+  examples: Sequence[Example],
+  held_out: Sequence[Example],
+  recipe: Recipe,
+  *,
+  initial: Drafter | None,
+  ids: np.ndarray | None,
+) -> _Setup:
+  """Check the arguments of `train` against each other, and take what is needed of the target."""
   if initial is not None:
     initial.require_exact()
   mesh = mesh_of(target.params)
   require_whole_share('num_rows', recipe.num_rows, mesh)
   _require_lessons(examples, held_out, recipe)
-  network, fresh = (kind_of(config).network(config, dtype) for dtype in (jnp.dtype(recipe.dtype), jnp.float32))
   ids = _learned_ids(config, initial, ids)
   frozen, vocabulary = frozen_inputs(target, config, examples, objective=recipe.objective, ids=ids)
-  taps = _require_taps(config, target, [*examples, *held_out], recipe)
-  _require_objective(config, network, recipe.objective)
+  taps = _require_taps(config, target, [*examples, *held_out])
+  _require_objective(config, recipe.objective)
   reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype, taps)
-  static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': reader}
-  with run_lock(folder), use_mesh(mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
-    params = initial_params(fresh, frozen, examples, recipe.seed) if initial is None else initial.params
-    own = jax.eval_shape(fresh.init_params, jax.random.key(0))
-    state = begin({name: params[name] for name in own}, recipe, mesh)
-    told = {} if ids is None else {'ids': hashlib.sha256(ids.astype('<i4').tobytes()).hexdigest()}
-    state = _resume(
-      state, checkpoints, folder / 'settings.json', {**settings(config, recipe), **(origin or {}), **told}
-    )
-    first = int(state.step)
-    sizes = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
-    stream = batches(examples, **sizes, seed=recipe.seed, prompt_weight=recipe.prompt_weight, first=first)
-    some = held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced]  # of all kinds
-    traced = with_features(target, some, taps)
-    outcome = Outcome(config, vocabulary, folder / 'drafter', provenance or {})
-    flops = step_flops(config, recipe, num_ids=frozen.head.shape[0], reader=None if reader is None else reader.config)
+  return _Setup(config, recipe, examples, mesh, ids, frozen, vocabulary, taps, reader)
 
-    def measure(state: TrainState) -> dict[str, float]:
-      metrics = evaluate_all(state.params, frozen, held_out, mesh, **static)
-      return metrics | (traced_taus(target, outcome.drafter(state.params), traced) if traced else {})
 
-    with Meter(recipe, flops / num_devices(mesh), first=first, progress=progress) as meter:
-      reports = Reports(folder, first, meter, measure, checkpoints, outcome)
-      for step in range(first + 1, recipe.num_steps + 1):
-        packed = next(stream)
-        state, train_metrics = train_step(state, frozen, place(packed, mesh), **static)
-        meter.count(packed)
-        if step % report_every == 0 or step == recipe.num_steps:
-          reports.report(step, state, train_metrics)
-    best, metrics = checkpoints.restore_best(state)
-    if best is not None:  # else the drafter stays as it was exported with the checkpoint
-      outcome.save(best, metrics)  # again: a run killed between checkpoint and export has an older one
-  return metrics
+def _first_state(setup: _Setup, initial: Drafter | None) -> TrainState:
+  """Return the state before the first step: with the weights of `initial`, if any."""
+  network, seed = setup.network('float32'), setup.recipe.seed
+  params = initial.params if initial else initial_params(network, setup.frozen, setup.examples, seed)
+  own = jax.eval_shape(network.init_params, jax.random.key(0))  # without the draft vocabulary
+  return begin({name: params[name] for name in own}, setup.recipe, setup.mesh)
 
 
 def _resume(state: TrainState, checkpoints: Checkpoints, path: Path, given: dict[str, Any]) -> TrainState:
@@ -141,6 +177,35 @@ def _resume(state: TrainState, checkpoints: Checkpoints, path: Path, given: dict
     on_main(path.unlink, missing_ok=True)
   settle_settings(path, given)
   return state if checkpoints.is_empty else checkpoints.restore(state)
+
+
+def _held_out_metrics(
+  setup: _Setup, target: Target, held_out: Sequence[Example], outcome: 'Outcome', num_traced: int
+) -> Callable[[TrainState], dict[str, float]]:
+  """Return a function from a state to its held-out metrics: `evaluate_all`'s, and `traced_taus` of `num_traced`."""
+  static = setup.static
+  some = held_out[:: max(1, len(held_out) // max(num_traced, 1))][:num_traced]  # of all kinds
+  traced = with_features(target, some, setup.taps)
+
+  def measure(state: TrainState) -> dict[str, float]:
+    metrics = evaluate_all(state.params, setup.frozen, held_out, setup.mesh, **static)
+    return metrics | (traced_taus(target, outcome.drafter(state.params), traced) if traced else {})
+
+  return measure
+
+
+def _run_steps(setup: _Setup, state: TrainState, meter: 'Meter', reports: 'Reports', report_every: int) -> TrainState:
+  """Take the steps that are left, and report every `report_every` steps and after the last one."""
+  recipe, static, first = setup.recipe, setup.static, int(state.step)
+  sizes = {'num_rows': recipe.num_rows, 'num_places': recipe.num_places}
+  stream = batches(setup.examples, **sizes, seed=recipe.seed, prompt_weight=recipe.prompt_weight, first=first)
+  for step in range(first + 1, recipe.num_steps + 1):
+    packed = next(stream)
+    state, train_metrics = train_step(state, setup.frozen, place(packed, setup.mesh), **static)
+    meter.count(packed)
+    if step % report_every == 0 or step == recipe.num_steps:
+      reports.report(step, state, train_metrics)
+  return state
 
 
 def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], recipe: Recipe) -> None:
@@ -159,8 +224,8 @@ def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], r
       )
 
 
-def _require_taps(config: Any, target: Target, examples: Sequence[Example], recipe: Recipe) -> tuple[int, ...]:
-  """Return the layers that the drafter taps; raise a ValueError if examples hold others, or it is to learn features."""
+def _require_taps(config: Any, target: Target, examples: Sequence[Example]) -> tuple[int, ...]:
+  """Return the layers that the drafter taps; raise a ValueError if the examples hold others."""
   taps = config.tapped_layers(target.config.num_layers)
   needed = target.config.width * (1 + len(taps))
   if wrong := {one.feature.shape[1] for one in examples} - {0, needed}:
@@ -171,10 +236,11 @@ def _require_taps(config: Any, target: Target, examples: Sequence[Example], reci
   return taps
 
 
-def _require_objective(config: Any, network: Any, objective: Objective) -> None:
+def _require_objective(config: Any, objective: Objective) -> None:
   """Raise a ValueError if a head is to learn features though it predicts none, or some heads would learn nothing."""
   kind, title = kind_of(config), kind_of(config).title
-  if objective.regression and 'head' in jax.eval_shape(network.init_params, jax.random.key(0)):
+  shapes = jax.eval_shape(kind.network(config, jnp.float32).init_params, jax.random.key(0))
+  if objective.regression and 'head' in shapes:
     raise ValueError(
       f'Objective: regression is {objective.regression}, and a drafter of kind {title} with a head of its own predicts '
       'no features: set regression=0.'
