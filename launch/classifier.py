@@ -8,28 +8,27 @@ cores. The costs are those that launch/cost.py measured, or those shipped. After
 
 from pathlib import Path
 
+import asked
 import common
 import entry
 from absl import flags
 
-from eagle_jax.bench import compare, questions
+from eagle_jax.bench import compare
 from eagle_jax.policy import cost_store
 from eagle_jax.progress import progress_bar
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
-flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder with TASK.jsonl files.')
-flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
-flags.DEFINE_integer('num_questions', 4, 'Maximum number of questions of each task.', lower_bound=1)
+flags.adopt_module_key_flags(asked)
 flags.DEFINE_integer('max_new_tokens', 64, 'Maximum number of tokens of an answer.', lower_bound=2)
 flags.DEFINE_multi_float('temperature', [0.0, 1.0], 'Temperature of the answers; may be repeated.', lower_bound=0.0)
 flags.DEFINE_string('out', None, 'Folder for the costs; default the cache folder, where they are looked up.')
 
 
 def main(_):
-  asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
+  given = asked.requested()
   how = {'max_new_tokens': FLAGS.max_new_tokens, 'progress': progress_bar}
-  costs = compare.fit_classifier(*common.pair(), asked, FLAGS.temperature, **how)
+  costs = compare.fit_classifier(*common.pair(), given, FLAGS.temperature, **how)
   print(cost_store.write(costs, FLAGS.out and Path(FLAGS.out).expanduser()))
 
 

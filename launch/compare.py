@@ -10,21 +10,20 @@ two cores.
 import json
 from pathlib import Path
 
+import asked
 import common
 import entry
 from absl import flags
 from tqdm import tqdm
 
-from eagle_jax.bench import compare, questions
+from eagle_jax.bench import compare
 from eagle_jax.bench.comparison import table
 from eagle_jax.bench.plots import plot_comparison
 from eagle_jax.hub import load_drafter
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
-flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder with TASK.jsonl files.')
-flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
-flags.DEFINE_integer('num_questions', 4, 'Maximum number of questions of each task.', lower_bound=1)
+flags.adopt_module_key_flags(asked)
 flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of tokens of an answer.', lower_bound=2)
 flags.DEFINE_multi_float('temperature', [0.0, 1.0], 'Temperature of the answers; may be repeated.', lower_bound=0.0)
 flags.DEFINE_multi_integer('num_nodes', [*compare.NUM_NODES], 'Tree size to compare; may be repeated.', lower_bound=2)
@@ -35,13 +34,13 @@ flags.DEFINE_bool('json', False, 'Print only JSON to standard output.')
 
 
 def main(_):
-  asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
+  given = asked.requested()
   target, drafter = common.pair()
   drafters = [drafter, load_drafter('ngram', target)] if FLAGS.ngram and FLAGS.drafter != 'ngram' else [drafter]
   how = {'max_new_tokens': FLAGS.max_new_tokens, 'progress': tqdm}
-  rows = compare.compare(target, drafters, asked, FLAGS.temperature, num_nodes=FLAGS.num_nodes, **how)
+  rows = compare.compare(target, drafters, given, FLAGS.temperature, num_nodes=FLAGS.num_nodes, **how)
   if FLAGS.num_decoded:
-    rows += compare.decode_best(target, drafters, asked, rows, num_best=FLAGS.num_decoded, **how)
+    rows += compare.decode_best(target, drafters, given, rows, num_best=FLAGS.num_decoded, **how)
   plot_comparison(rows, Path(FLAGS.out).expanduser())
   print(json.dumps({'rows': [row.to_json() for row in rows]}) if FLAGS.json else table(rows))
 

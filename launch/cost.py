@@ -11,6 +11,7 @@ import functools
 import json
 from pathlib import Path
 
+import asked
 import common
 import entry
 from absl import flags
@@ -24,12 +25,10 @@ from eagle_jax.progress import progress_bar
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
+flags.adopt_module_key_flags(asked)
 flags.DEFINE_enum('random_shape', None, random_pairs.NAMES, 'Time a pair of this shape with random weights instead.')
 flags.DEFINE_integer('draft_vocab_size', None, 'Number of ids drafted with --random_shape; default all.', lower_bound=1)
-flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder with TASK.jsonl files to measure rates on.')
 flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of tokens of an answer.', lower_bound=2)
-flags.DEFINE_list('tasks', ['mt_bench', 'humaneval', 'gsm8k', 'qa'], 'Names of tasks, separated by commas.')
-flags.DEFINE_integer('num_questions', 4, 'Maximum number of questions of each task.', lower_bound=1)
 flags.DEFINE_multi_integer('batch', [1], 'Number of sequences decoded together; may be repeated.', lower_bound=1)
 flags.DEFINE_multi_integer('context', [*CONTEXTS], 'Tokens before the timed passes; may be repeated.', lower_bound=1)
 flags.DEFINE_string('out', None, 'Folder for results and plots; default the cache folder, which auto reads.')
@@ -43,9 +42,9 @@ def main(_):
   if FLAGS.random_shape:
     measure = functools.partial(measure_times, *common.random_models(FLAGS.random_shape, FLAGS.draft_vocab_size), **how)
   else:
-    asked = [q for task in FLAGS.tasks for q in questions.read_questions(FLAGS.questions, task, FLAGS.num_questions)]
+    given = asked.requested()
     target, drafter = common.pair()
-    prompts = [questions.tokenizer_of(target).encode_prompt(question.turns[0]) for question in asked]
+    prompts = [questions.tokenizer_of(target).encode_prompt(question.turns[0]) for question in given]
     measure = functools.partial(tune, target, drafter, prompts, max_new_tokens=FLAGS.max_new_tokens, **how)
   for batch in FLAGS.batch:
     measured = measure(batch=batch)

@@ -52,7 +52,7 @@ for launcher, commands in json.load(sys.stdin).items():
     if wrong:
       print(launcher, *command, '->', wrong)
   FLAGS.remove_flag_values([name for name in FLAGS if name not in known])
-  for name in ('common', 'options', 'cluster', 'entry'):
+  for name in ('asked', 'common', 'options', 'cluster', 'entry'):
     sys.modules.pop(name, None)
 """
 
