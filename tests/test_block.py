@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import tiny
+import tiny_files
 from eagle_jax import hub
 from eagle_jax.config import BlockConfig
 from eagle_jax.decode.build import build
 from eagle_jax.decode.generate import generate
-from eagle_jax.draft import export
 from eagle_jax.draft.block import Block
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
@@ -100,14 +100,7 @@ def test_children_depend_on_their_parent_and_on_nothing_else_above(target, draft
 
 
 def test_a_block_drafter_comes_back_and_no_other_layout_takes_it(target, drafter, tmp_path):
-  for one in (drafter, drafter.with_ids([5, 3, 90, 11])):
-    hub.save_drafter(one, tmp_path / 'own')
-    again = hub.load_drafter(tmp_path / 'own', target)
-    assert again.config == one.config
-    jax.tree.map(np.testing.assert_array_equal, again.params, one.params)
-  for layout in export.LAYOUTS:
-    with pytest.raises(ValueError, match=f"{layout!r} .*'block'"):
-      hub.export_drafter(drafter, tmp_path / layout, target, layout=layout)
+  tiny_files.assert_only_own_layout(target, drafter, tmp_path)
 
 
 def test_training_may_begin_with_an_eagle_head(target, tmp_path):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import tiny
+import tiny_files
 from eagle_jax import hub
 from eagle_jax.config import Eagle3Config, EagleTapsConfig
 from eagle_jax.decode.generate import generate
-from eagle_jax.draft import export
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.kinds import kind_of
@@ -83,14 +83,7 @@ def test_text_is_plain_and_silent_taps_draft_as_eagle2(target, head, widened, ta
 
 
 def test_a_head_with_taps_comes_back_and_no_other_layout_takes_it(target, tapping, tmp_path):
-  for drafter in (tapping, tapping.with_ids([5, 3, 90, 11])):
-    hub.save_drafter(drafter, tmp_path / 'own')
-    again = hub.load_drafter(tmp_path / 'own', target)
-    assert again.config == drafter.config
-    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
-  for layout in export.LAYOUTS:
-    with pytest.raises(ValueError, match=f"{layout!r} .*'eagle2-taps'"):
-      hub.export_drafter(tapping, tmp_path / layout, target, layout=layout)
+  tiny_files.assert_only_own_layout(target, tapping, tmp_path)
 
 
 def test_a_quantised_head_with_taps_writes_the_same_text(target, tapping):

@@ -3,9 +3,16 @@
 import json
 
 import gguf
+import jax
 import numpy as np
+import pytest
 
+from eagle_jax import hub
 from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.draft import export
+from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.kinds import name_of_kind
+from eagle_jax.models.transformer import Target
 from eagle_jax.weights import naming
 from eagle_jax.weights.safetensors import write_safetensors
 
@@ -114,3 +121,15 @@ def write_gguf(path, tensors, *, config=TINY, arch='llama', leave_out=(), extra=
   writer.write_tensors_to_file()
   writer.close()
   return path
+
+
+def assert_only_own_layout(target: Target, drafter: Drafter, folder) -> None:
+  """Check that a drafter comes back as it was saved, with a draft vocabulary too, and that no other layout takes it."""
+  for one in (drafter, drafter.with_ids([5, 3, 90, 11])):
+    hub.save_drafter(one, folder / 'own')
+    again = hub.load_drafter(folder / 'own', target)
+    assert again.config == one.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, one.params)
+  for layout in export.LAYOUTS:
+    with pytest.raises(ValueError, match=f'{layout!r} .*{name_of_kind(drafter.config)!r}'):
+      hub.export_drafter(drafter, folder / layout, target, layout=layout)
