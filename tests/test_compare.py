@@ -97,21 +97,34 @@ def replayed(target, drafter, grown, policy) -> Replayed:
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_replay_matches_decoding(target, drafter, examples, grown, policy):
   found = replayed(target, drafter, grown, policy)
-  for number, example in enumerate(examples):
+  compare_with_decoding(target, drafter, examples, policy, found, num_new=NUM_NEW)
+  if policy in STOPPING:
+    assert len({levels for row in found.num_levels for levels in row}) > 1  # it stops here and there
+  if policy.sizes[:-1]:
+    assert len({nodes for row in found.num_nodes for nodes in row}) > 1
+
+
+def test_replay_of_a_single_token_matches_decoding(target, drafter, examples, grown):
+  found = replayed(target, drafter, grown, Chain(2))
+  compare_with_decoding(target, drafter, examples, Chain(2), found, num_new=1)
+
+
+def compare_with_decoding(target, drafter, examples, policy, found, *, num_new):
+  """Hold the replay of the answers of `num_new` tokens against decoding: one by one, since a batch shares its sizes."""
+  numbers = [number for number, example in enumerate(examples) if example.is_answer.sum() == num_new]
+  assert len(numbers) >= len(TEMPERATURES)
+  for number in numbers:
+    example = examples[number]
     prompt, answer = example.token[~example.is_answer].tolist(), example.token[example.is_answer].tolist()
     out = decode.generate(
       target, drafter, [prompt], policy=policy, costs=COSTS, eos_ids=(), row_ids=[example.id], seed=example.seed,
-      temperature=example.temperature, max_new_tokens=len(answer),
+      temperature=example.temperature, max_new_tokens=num_new,
     )  # fmt: skip
     assert out.tokens == [answer]
     assert found.num_accepted[number] == out.num_accepted[0]
     num_passes = max(out.stats['num_target_passes'], 1)
     assert sum(found.num_nodes[number]) == pytest.approx(out.stats['nodes_per_pass'] * num_passes)
     assert sum(found.num_levels[number]) == pytest.approx(out.stats['levels_per_pass'] * num_passes)
-  if policy in STOPPING:
-    assert len({levels for row in found.num_levels for levels in row}) > 1  # it stops here and there
-  if policy.sizes[:-1]:
-    assert len({nodes for row in found.num_nodes for nodes in row}) > 1
 
 
 def test_other_numbers_compile_nothing(target, drafter, grown):

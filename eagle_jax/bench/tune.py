@@ -441,9 +441,9 @@ def _halves(num_nodes: int) -> list[int]:
 
 
 def _padded_length(prompts: Sequence[Sequence[int]]) -> int:
-  """Return the first of 64, 256, 1024, ... tokens that holds the longest prompt."""
+  """Return the first of 256, 1024, ... tokens that holds the longest prompt."""
   longest = max(map(len, prompts))
-  return next(length for length in (4**n for n in itertools.count(3)) if length >= longest)
+  return next(length for length in (4**n for n in itertools.count(4)) if length >= longest)
 
 
 def measure_rates(
