@@ -372,11 +372,9 @@ def test_tuning_decodes_prompts_of_all_sizes_with_few_programs(monkeypatch):
   assert max(one.tau for one in rates) > 1
 
 
-def test_loops_compile_in_parallel_for_the_mesh_on_an_accelerator(monkeypatch):
+def test_loops_compile_in_parallel_for_the_mesh(monkeypatch):
   """A thread does not inherit the mesh of the one that starts it."""
-  assert tune.num_compilers() == 1  # on a CPU
   monkeypatch.setattr(tune, 'num_cores', lambda: 2)
-  monkeypatch.setattr(tune.jax, 'default_backend', lambda: 'gpu')
   assert tune.num_compilers() == 2
   mesh, meshes, together = make_mesh(jax.devices()[:1]), [], threading.Barrier(2, timeout=60)
 
@@ -413,8 +411,9 @@ def test_step_times_of_several_specs_are_finite(monkeypatch, num_compilers):
 @pytest.mark.slow  # compiles some twenty programs
 def test_tune_measures_a_pair_for_auto(here, monkeypatch):
   target, drafter = tiny.target(), tiny.drafter()
-  small = {'NUM_NODES': (1, 2), 'WIDTHS': (1,), 'NUM_ROUNDS': 1, 'NUM_STEPS': 4, 'NUM_TIMED': 1}
-  small |= {'NUM_HALVINGS': 1, 'WHOLE': (Chain(1),), 'DEEP': (2, 3, 5), 'DEPTHS': (2, 3)}
+  parts = {'ALL_PARTS': tune.Parts((1, 2, 4), (1,), (Chain(1),)), 'FEW_PARTS': tune.Parts((1, 2), (1,), ())}
+  small = parts | {'NUM_ROUNDS': 1, 'VOCABULARY_ROUNDS': 1, 'NUM_STEPS': 4, 'NUM_TIMED': 1}
+  small |= {'NUM_HALVINGS': 1, 'DEEP': (2, 3, 5), 'DEPTHS': (2, 3)}
   small |= {'adaptive_candidates': lambda costs, find=tune.adaptive_candidates: find(costs)[-1:]}
   for name, value in small.items():
     monkeypatch.setattr(tune, name, value)
@@ -422,7 +421,7 @@ def test_tune_measures_a_pair_for_auto(here, monkeypatch):
   monkeypatch.setattr(tune, 'bytes_per_s', lambda: 1e9)
   costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], contexts=(8, 40), max_new_tokens=8)
   assert [times.num_slots for times in costs.times] == [32, 64]
-  assert all((set(times.verify_ms), set(times.draft_ms)) == ({1, 2}, {1}) for times in costs.times)
+  assert [(set(times.verify_ms), set(times.draft_ms)) for times in costs.times] == [({1, 2, 4}, {1}), ({1, 2}, {1})]
   assert [one.temperature for one in costs.calibrations] == [0, 1]
   assert all(list(one.value) == sorted(one.value) for one in costs.calibrations)
   assert {one.kind for one in costs.policies} >= {'plain', 'adaptive'}

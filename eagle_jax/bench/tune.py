@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import decode_loop, tau
-from eagle_jax.device import bytes_per_s, flops_per_s, is_cpu, num_cores, ran_on
+from eagle_jax.device import bytes_per_s, flops_per_s, num_cores, ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.plain import NoDrafter
@@ -37,15 +37,13 @@ from eagle_jax.sampling import Sampling
 from eagle_jax.sharding import mesh_of, num_devices, to_host, use_mesh
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates
 
-NUM_NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
-WIDTHS = (1, 4, 10)
 SHAPES: tuple[Chain | DynamicTree, ...] = (
   Chain(1), Chain(2), Chain(3), Chain(4), Chain(6), DynamicTree(2, 2, 3, 6), DynamicTree(3, 3, 3, 8),
   DynamicTree(3, 3, 4, 12), DynamicTree(4, 4, 5, 16), DynamicTree(6, 6, 5, 24), DynamicTree(8, 8, 6, 32), DynamicTree(),
 )  # fmt: skip
 CANDIDATES: tuple[TreePolicy, ...] = tuple(dataclasses.replace(shape, lookup=True) for shape in SHAPES)
-WHOLE: tuple[TreePolicy, ...] = (Chain(3), DynamicTree())  # timed as whole steps, to compare with the sum of the parts
 DEEP = 3, 7, 8  # width, depth and nodes of an adaptive tree for text that repeats itself
+NUM_TOGETHER = 4  # prompts answered at a time
 NUM_TIMED = 3  # how many of the best modelled candidates are timed in real decoding, besides plain and adaptive
 TEMPERATURES = (0.0, 1.0)  # of the texts for calibration; rates are measured on the first
 NUM_KNOTS = 12  # of a calibration curve
@@ -55,7 +53,20 @@ DEPTHS = 2, 8  # of two trees; the difference of their steps is the time of the 
 CONTEXTS = (64, 960)  # tokens
 NUM_STEPS = 16
 NUM_ROUNDS = 6
+VOCABULARY_ROUNDS = 15  # more, since sizes differ by a few percent at most
 MAX_COMPILERS = 8  # threads; each takes memory, also on a GPU, where the compiler times alternatives
+
+
+class Parts(NamedTuple):
+  """The sizes of the parts that are timed."""
+
+  num_nodes: tuple[int, ...]  # of target passes; 1 and 2 among them
+  widths: tuple[int, ...]  # of levels
+  whole: tuple[TreePolicy, ...]  # as whole steps, to compare with the sum of the parts
+
+
+ALL_PARTS = Parts((1, 2, 4, 8, 16, 32, 64), (1, 4, 10), (Chain(3), DynamicTree()))
+FEW_PARTS = Parts((1, 2, 4, 8, 16, 64), (1, 10), ())  # for contexts after the first: each is a program to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +127,8 @@ def copy_state(state: DecodeState) -> DecodeState:
 
 
 def num_compilers() -> int:
-  """Return how many programs to compile in parallel: a compiler for CPUs uses all cores itself, others few of them."""
-  return 1 if is_cpu() else min(num_cores(), MAX_COMPILERS)
+  """Return how many programs to compile in parallel: a compiler uses several cores only at times."""
+  return min(num_cores(), MAX_COMPILERS)
 
 
 def compile_loops(
@@ -139,7 +150,13 @@ def compile_loops(
 
 
 def time_steps(
-  target: Target, variants: Variants, *, batch: int, num_prompt: int, progress: Callable
+  target: Target,
+  variants: Variants,
+  *,
+  batch: int,
+  num_prompt: int,
+  progress: Callable,
+  num_rounds: int | None = None,
 ) -> dict[Hashable, float]:
   """Time each variant's decode loop in milliseconds a step, with caches of one size.
 
@@ -157,7 +174,7 @@ def time_steps(
     first = prefill_variants(variants, tokens_BL, length_B, **options)
     jax.block_until_ready([*first.values()])  # a GPU's compiler times kernels, so nothing else may run
     runs = compile_loops(variants, first, mesh=mesh, progress=progress)
-    for _ in progress(range(NUM_ROUNDS), desc='rounds'):
+    for _ in progress(range(num_rounds or NUM_ROUNDS), desc='rounds'):
       for name, run in runs.items():
         params, _ = variants[name]
         state = copy_state(first[name])
@@ -189,7 +206,8 @@ def measure_times(
   mesh = mesh_of(target.params)
   measured, read_rates = [], [bytes_per_s()]
   for context in contexts:
-    measured.append(time_parts(target, drafter, batch=batch, num_prompt=context, progress=progress))
+    parts = FEW_PARTS if measured else ALL_PARTS
+    measured.append(time_parts(target, drafter, parts, batch=batch, num_prompt=context, progress=progress))
     read_rates.append(bytes_per_s())  # at several moments, since the times of the parts are also the best of several
   return Timings(
     target=target.config.name,
@@ -206,7 +224,9 @@ def measure_times(
   )
 
 
-def time_parts(target: Target, drafter: Drafter, *, batch: int, num_prompt: int, progress: Callable) -> StepTimes:
+def time_parts(
+  target: Target, drafter: Drafter, parts: Parts, *, batch: int, num_prompt: int, progress: Callable
+) -> StepTimes:
   """Time the parts of a step for one context.
 
   The time of a level is the mean difference of steps of trees with `DEPTHS` levels; the root's share is the difference
@@ -220,10 +240,10 @@ def time_parts(target: Target, drafter: Drafter, *, batch: int, num_prompt: int,
     return params, dataclasses.replace(spec, policy=policy, **changes)
 
   num_ids = drafter.config.num_ids
-  widths = [width for width in WIDTHS if width <= num_ids]
-  whole = [policy for policy in WHOLE if max(policy.fanouts) <= num_ids]
+  widths = [width for width in parts.widths if width <= num_ids]
+  whole = [policy for policy in parts.whole if max(policy.fanouts) <= num_ids]
   variants: dict[Hashable, tuple[Params, Spec]] = {('verify', 1): build(target, drafter, policy='plain')}
-  for size in NUM_NODES[1:]:
+  for size in parts.num_nodes[1:]:
     variants['verify', size] = variant(DynamicTree(10, 10, min(6, size - 1), size), drafter=EmptyTrees())
   for width, depth in itertools.product(widths, DEPTHS):
     variants[width, depth] = variant(DynamicTree(width, width, depth, 3, True))
@@ -234,7 +254,7 @@ def time_parts(target: Target, drafter: Drafter, *, batch: int, num_prompt: int,
   target_bytes, drafter_bytes = bytes_read(params, state.cache, state.drafter, has_tied_head=target.config.tied_head)
   return StepTimes(
     num_slots=num_slots,
-    verify_ms={size: ms['verify', size] for size in NUM_NODES},
+    verify_ms={size: ms['verify', size] for size in parts.num_nodes},
     root_ms=max(ms[shortest.describe()] - ms['verify', 2], 0.0),
     draft_ms={width: max(ms[width, deep] - ms[width, shallow], 0.0) / (deep - shallow) for width in widths},
     whole_ms={policy.describe(): ms[policy.describe()] for policy in whole},
@@ -271,11 +291,11 @@ def plain_answers(
 ) -> list[Example]:
   """Answer the prompts by plain decoding, and make examples of the answers, to trace the drafter along."""
 
-  def answer(number: int, prompt: Sequence[int]) -> AnswerTokens:
-    out = generate(target, None, [prompt], max_new_tokens=max_new_tokens, temperature=temperature, row_ids=[number])
-    return AnswerTokens(number, prompt, out.tokens[0], temperature)
-
-  return make_examples(target, drafter, [answer(number, prompt) for number, prompt in enumerate(prompts)])
+  out = generate(target, None, prompts, max_new_tokens=max_new_tokens, temperature=temperature, batch_size=NUM_TOGETHER)
+  answers = [
+    AnswerTokens(number, *one, temperature) for number, one in enumerate(zip(prompts, out.tokens, strict=True))
+  ]
+  return make_examples(target, drafter, answers)
 
 
 def calibration(
@@ -393,11 +413,12 @@ def try_vocabularies(
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   tokens = np.concatenate([answer.token[answer.is_answer] for answer in answers])
   policy = Chain(3, lookup=True)
+  options: Any = {'batch': batch, 'num_prompt': num_prompt, 'progress': progress}
 
   def measured(kinds: Sequence[tuple[int, bool]]) -> tuple[Vocabulary, ...]:
     reduced = {kind: drafter.reduced(kind[0], is_quantised=kind[1]) for kind in kinds}
     variants: Any = {kind: build(target, reduced[kind], policy=policy) for kind in kinds}
-    ms = time_steps(target, variants, batch=batch, num_prompt=num_prompt, progress=progress)
+    ms = time_steps(target, variants, **options, num_rounds=VOCABULARY_ROUNDS)
     taus = {kind: trace(target, reduced[kind], answers, policy=policy).tau for kind in kinds}
     return tuple(
       Vocabulary(*kind, float(np.isin(tokens, ids[: kind[0]]).mean()), taus[kind], ms[kind]) for kind in kinds

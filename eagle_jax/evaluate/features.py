@@ -34,8 +34,8 @@ def features(
   sizes = [bucket(len(text)) for text in texts]
   found: dict[int, np.ndarray] = {}
   for size in sorted(set(sizes)):
-    batch = max(1, _TOKENS_PER_PASS // (size * unit)) * unit
     alike = [index for index, other in enumerate(sizes) if other == size]
+    batch = max(1, min(_TOKENS_PER_PASS // (size * unit), -(-len(alike) // unit))) * unit
     for start in range(0, len(alike), batch):
       chosen = alike[start : start + batch]
       token_BL, _ = pad_prompts([texts[i] for i in chosen] + [[0]] * (batch - len(chosen)), size)
