@@ -344,7 +344,7 @@ def test_policies_that_would_be_slow_with_the_widest_trees_tau_are_not_traced(mo
 def test_tuning_decodes_prompts_of_all_sizes_with_few_programs(monkeypatch):
   """Each program runs once before it is timed; tau and rates are those of `generate`."""
   target, drafter = tiny.target(), tiny.drafter()
-  prompts = [[1, 2, 3], [6] * 70, [4] * 40, [*range(20)], [5]]
+  prompts = [[1, 2, 3], [6] * 270, [4] * 40, [*range(20)], [5]]
   policies = Plain(), Chain(2, lookup=True)
   made, loops = collections.Counter(), collections.Counter()
 

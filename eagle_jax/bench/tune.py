@@ -204,7 +204,8 @@ def measure_times(
     progress: wraps long-running iterables, as tqdm does.
   """
   mesh = mesh_of(target.params)
-  measured, read_rates = [], [bytes_per_s()]
+  measured: list[StepTimes] = []
+  read_rates = [bytes_per_s()]
   for context in contexts:
     parts = FEW_PARTS if measured else ALL_PARTS
     measured.append(time_parts(target, drafter, parts, batch=batch, num_prompt=context, progress=progress))
