@@ -12,7 +12,7 @@ def require(owner: Any, name: str, is_met: bool, must_be: str) -> None:
     raise ValueError(f'{type(owner).__name__}: `{name}` must be {must_be}, got {getattr(owner, name)!r:.80}.')
 
 
-def _require_positive(config, *names: str, kind: Any = numbers.Integral) -> None:
+def require_positive(config, *names: str, kind: Any = numbers.Integral) -> None:
   given: dict[str, Any] = {name: getattr(config, name) for name in names}
   if bad := {name: x for name, x in given.items() if not (isinstance(x, kind) and 0 < x < math.inf)}:
     what = 'integers' if kind is numbers.Integral else 'finite numbers'
@@ -96,14 +96,14 @@ class TargetConfig:
   })  # fmt: skip
 
   def __post_init__(self):
-    _require_positive(
+    require_positive(
       self, 'vocab_size', 'width', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width', 'max_context'
     )
     scales = 'embedding_scale', 'residual_scale', 'logit_divisor'
-    _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', *scales, kind=numbers.Real)
+    require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', *scales, kind=numbers.Real)
     _require_heads(self)
     if self.window is not None:
-      _require_positive(self, 'window')
+      require_positive(self, 'window')
     is_rotary = self.rotary_dim is None or (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0)
     require(self, 'rotary_dim', is_rotary, f'even and between 2 and head_dim={self.head_dim}')
     _require_slowdown(self, self.rotary_dim or self.head_dim)
@@ -127,7 +127,7 @@ class TargetConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class _HeadSizes:
+class HeadSizes:
   """The fields that all drafters with one decoder layer share."""
 
   # Fields that older drafter folders lack: a missing one has its default.
@@ -159,8 +159,8 @@ class _HeadSizes:
     object.__setattr__(self, 'rope_slowdown', tuple(self.rope_slowdown))
     object.__setattr__(self, 'rope_scaling', tuple((key, value) for key, value in self.rope_scaling))
     _require_slowdown(self, self.head_dim)
-    _require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
-    _require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)
+    require_positive(self, 'vocab_size', 'width', 'num_heads', 'num_kv_heads', 'head_dim', 'ffn_width')
+    require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', kind=numbers.Real)
     _require_heads(self)
     _require_ids(self)
 
@@ -177,7 +177,7 @@ class _HeadSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterConfig(_HeadSizes):
+class DrafterConfig(HeadSizes):
   """The EAGLE-1/2 head: one decoder layer over [embedding, feature] (EAGLE, arXiv:2401.15077).
 
   Every field is the drafter's own: heads, eps, theta and biases may all differ from the target's.
@@ -214,7 +214,7 @@ class EagleTapsConfig(DrafterConfig):
     require(self, 'taps', min(self.taps, default=-1) >= 0, 'layers numbered from 0, one or more')
 
   def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-    return _require_layers(self, self.taps, num_layers)
+    return require_layers(self, self.taps, num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,11 +225,11 @@ class BlockConfig(DrafterConfig):
 
   def __post_init__(self):
     self._require_sizes()
-    _require_positive(self, 'rank')
+    require_positive(self, 'rank')
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Config(_HeadSizes):
+class Eagle3Config(HeadSizes):
   """The EAGLE-3 head: one decoder layer over embeddings and fused features of three target layers, and its own head.
 
   As in `DrafterConfig`, every field is the drafter's own. Source: EAGLE-3, arXiv:2503.01840; draft/README.md lists
@@ -251,12 +251,12 @@ class Eagle3Config(_HeadSizes):
 
   def __post_init__(self):
     self._require_sizes()
-    _require_positive(self, 'target_width')
+    require_positive(self, 'target_width')
     if self.taps is not None:
       object.__setattr__(self, 'taps', tuple(map(int, self.taps)))
       require(self, 'taps', min(self.taps, default=0) >= 0, 'layers numbered from 0')
     if self.window is not None:
-      _require_positive(self, 'window')
+      require_positive(self, 'window')
     is_one_norm = not (self.norm_before_fc and self.fc_norm)
     require(
       self, 'norm_before_fc', is_one_norm, 'False (one norm of all taps) where each tap has its own and fc_norm is True'
@@ -278,7 +278,7 @@ class Eagle3Config(_HeadSizes):
       ValueError: the target has too few layers.
     """
     taps = (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
-    return _require_layers(self, taps, num_layers)
+    return require_layers(self, taps, num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +294,7 @@ class MedusaConfig:
   name: str = 'drafter'
 
   def __post_init__(self):
-    _require_positive(self, 'vocab_size', 'width', 'max_depth', *(() if self.own_heads else ('num_layers',)))
+    require_positive(self, 'vocab_size', 'width', 'max_depth', *(() if self.own_heads else ('num_layers',)))
     _require_ids(self)
 
   @property
@@ -311,7 +311,7 @@ class MedusaConfig:
     return ()
 
 
-def _require_layers(drafter: Any, taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+def require_layers(drafter: Any, taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
   if not all(0 <= layer <= num_layers for layer in taps):
     raise ValueError(
       f'Drafter {drafter.name!r} reads the inputs of layers {taps}, but this target has only {num_layers} layers: load '

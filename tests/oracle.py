@@ -20,6 +20,7 @@ from eagle_jax.config import MedusaConfig
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import Params, Spec
 from eagle_jax.decode.step import decode_loop, result
+from eagle_jax.draft.dflash import DFlash, DFlashConfig
 from eagle_jax.draft.expand import Children, first_width, grow
 from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.ngram import Ngram, NgramConfig
@@ -196,12 +197,18 @@ def at_random(form: type) -> type:
   return AtRandom
 
 
-SIZES = {'width': 2, 'num_heads': 1, 'num_kv_heads': 1, 'head_dim': 2, 'ffn_width': 2, 'target_width': 2, 'taps': (0,)}
+SIZES = {'width': 2, 'num_heads': 1, 'num_kv_heads': 1, 'head_dim': 2, 'ffn_width': 2, 'taps': (0,)}
 
 
 def p_eagle(vocab_size: int) -> PEagle:
   """A head of one layer over the feature, normed, for it is large."""
-  return at_random(PEagle)(PEagleConfig(vocab_size, **SIZES, fc_norm=True, mask_token_id=3))
+  return at_random(PEagle)(PEagleConfig(vocab_size, **SIZES, target_width=2, fc_norm=True, mask_token_id=3))
+
+
+def dflash(vocab_size: int) -> DFlash:
+  """A block of one layer, over the feature and itself."""
+  block = {'block_size': 3, 'mask_token_id': 3, 'windows': (None,), 'causal': (False,)}
+  return at_random(DFlash)(DFlashConfig(vocab_size, **SIZES, **block))
 
 
 def medusa(vocab_size: int) -> Medusa:

@@ -111,7 +111,10 @@ def test_draws_of_trees_by_rules_follow_the_target(number):
 
 @pytest.mark.parametrize(
   ('make', 'policy'),
-  [*itertools.product([oracle.ngram, oracle.medusa], POLICIES), (oracle.p_eagle, POLICIES[0])],
+  [
+    *itertools.product([oracle.ngram, oracle.medusa], POLICIES),
+    *itertools.product([oracle.p_eagle, oracle.dflash], POLICIES[:1]),
+  ],
   ids=lambda x: x.describe() if hasattr(x, 'describe') else x.__name__,
 )
 def test_draws_of_drafters_that_know_nothing_follow_the_target(make, policy):

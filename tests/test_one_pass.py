@@ -14,6 +14,7 @@ import tiny
 from eagle_jax import hub
 from eagle_jax.decode.build import build
 from eagle_jax.decode.generate import generate
+from eagle_jax.draft.dflash import DFlashConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of, tensor_table
 from eagle_jax.draft.peagle import PEagleConfig
@@ -23,6 +24,9 @@ from eagle_jax.weights.load import flatten
 
 SIZES = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
 CONFIGS = {
+  'dflash': DFlashConfig(
+    **SIZES, taps=(0, 2), draft_vocab_size=60, block_size=4, mask_token_id=9, windows=(None, 5), causal=(False, True)
+  ),
   'p-eagle': PEagleConfig(
     **SIZES, target_width=32, taps=(0, 2), draft_vocab_size=60, mask_token_id=9, later_windows=(4,), qk_norm=True
   ),

@@ -217,7 +217,7 @@ def test_random_trees_match_plain_decoding():
   ('make', 'policy'),
   [
     *itertools.product([oracle.ngram, oracle.medusa], [Chain(4), DynamicTree(3, 3, 3, 8)]),
-    (oracle.p_eagle, DynamicTree(3, 3, 3, 8)),
+    *itertools.product([oracle.p_eagle, oracle.dflash], [DynamicTree(3, 3, 3, 8)]),
   ],
   ids=lambda x: x.describe() if hasattr(x, 'describe') else x.__name__,
 )

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ log = logging.getLogger('eagle_jax')
 # Where an EAGLE-1/2 head of another layout keeps the ids that it was trained to draft: no engine's tensors name them.
 VOCABULARY_FILE = 'draft_vocabulary.json'
 TAPS = 'eagle_aux_hidden_state_layer_ids'
-_SPECULATORS = 'speculators_model_type'
+SPECULATORS = 'speculators_model_type'
 
 # What an absent key means in the `transformer_layer_config` of vLLM's speculators: what it means to transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -45,13 +45,13 @@ _DEEPSPEC = 'Qwen3Eagle3Model'
 
 def is_p_eagle(content: Mapping[str, Any]) -> bool:
   """Return whether a config.json is that of a P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass."""
-  if (kind := content.get(_SPECULATORS)) is not None:
+  if (kind := content.get(SPECULATORS)) is not None:
     return kind == 'peagle'
   return content.get('parallel_drafting') is True or 'peagle' in str(content.get('architectures')).lower()
 
 
 def _is_eagle3(content: Mapping[str, Any]) -> bool:
-  if (kind := content.get(_SPECULATORS)) is not None:
+  if (kind := content.get(SPECULATORS)) is not None:
     return kind == 'eagle3'
   if content.get('model_type') == 'eagle':
     return False
@@ -65,18 +65,27 @@ def require_architecture(folder: Path, keys: Keys, known: Collection[str]) -> No
     raise ValueError(f'{folder}: architectures {unknown} are not supported; {sorted(known)} are.')
 
 
-def _require(folder: Path, keys: Keys, name: str, allowed: tuple[Any, ...], otherwise: str) -> None:
+def require_value(folder: Path, keys: Keys, name: str, allowed: tuple[Any, ...], otherwise: str) -> None:
   """Raise a ValueError if a key is present with a value that is not among the allowed ones."""
   if name in keys and keys[name] not in allowed:
     raise ValueError(f'{folder}: {name} {keys[name]!r} is not supported: {otherwise}.')
 
 
-def _speculators_layer(folder: Path, keys: Keys, *, is_one: bool = True) -> Keys:
-  """Return the layer's own keys in a config of vLLM's speculators, with transformers' defaults."""
-  _require(folder, keys, 'transformer_layer_architecture', ('LlamaDecoderLayer',), 'the layer would be another')
-  name, is_eagle3 = 'transformer_layer_config', keys[_SPECULATORS] != 'eagle'
+def speculators_layer(folder: Path, keys: Keys, *, is_one: bool = True, usual: str | None = None) -> Keys:
+  """Return the layers' own keys in a config of vLLM's speculators, with transformers' defaults.
+
+  Args:
+    folder: for messages.
+    keys: of the config.
+    is_one: whether only one layer is supported.
+    usual: what an absent model_type means; None: that depends on the version.
+  """
+  require_value(folder, keys, 'transformer_layer_architecture', ('LlamaDecoderLayer',), 'the layer would be another')
+  name, is_eagle3 = 'transformer_layer_config', keys[SPECULATORS] != 'eagle'
   content = keys.nested(name).content
-  if is_eagle3 and 'model_type' not in content:
+  if usual is not None:
+    content = {'model_type': usual, **content}
+  elif is_eagle3 and 'model_type' not in content:
     if (version := _speculators_version(keys)) is None:
       raise ValueError(
         f'{folder}/config.json lacks model_type in {name}, which is llama to speculators up to 0.6 and qwen3 to later '
@@ -90,7 +99,7 @@ def _speculators_layer(folder: Path, keys: Keys, *, is_one: bool = True) -> Keys
   layer = Keys(_DEFAULTS[form] | content, prefix=f'{name}.')
   keys.adopt(name, layer)
   if is_one:
-    _require(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
+    require_value(folder, layer, 'num_hidden_layers', (1,), 'only heads of one layer are')
   return layer
 
 
@@ -100,7 +109,7 @@ def _speculators_version(keys: Keys) -> tuple[int, ...] | None:
   return found and (*map(int, found.groups()),)
 
 
-def _llama_fields(folder: Path, layer: Keys) -> dict[str, Any]:
+def layer_fields(folder: Path, layer: Keys) -> dict[str, Any]:
   """Read the fields that a head's layer has in common with a Llama, and its RoPE."""
   fields = llama_fields(folder, layer, FAMILIES['llama'])
   rope = read_rope(folder, layer, fields['head_dim'], 10_000.0)
@@ -118,24 +127,24 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
   Raises:
     ValueError: a key that would change the network in a way that is not supported, an unknown one, a missing one.
   """
-  if _is_eagle3(content) or content.get(_SPECULATORS, 'eagle') != 'eagle':
+  if _is_eagle3(content) or content.get(SPECULATORS, 'eagle') != 'eagle':
     return None
   keys = Keys(content)
   require_architecture(folder, keys, _EAGLE_ARCHITECTURES)
   architecture = ''.join(keys.get('architectures', []))
-  if _SPECULATORS in keys:
-    layer = _speculators_layer(folder, keys)
+  if SPECULATORS in keys:
+    layer = speculators_layer(folder, keys)
     has_fc_bias = keys.flag('fusion_bias')
-    _require(folder, keys, 'layernorms', (False,), 'engines disagree on what its norms are applied to')
+    require_value(folder, keys, 'layernorms', (False,), 'engines disagree on what its norms are applied to')
     _refuse_window(folder, layer)
   else:
     layer = keys.nested('model') if keys.get('model_type') == 'eagle' else keys
     never = architecture == 'EagleLlamaForCausalLM'  # vLLM builds none
     has_fc_bias = layer.flag('bias', keys.flag('eagle_fc_bias', not never))
-    _require(folder, layer, 'num_hidden_layers', (1,), 'a drafter has one layer')
+    require_value(folder, layer, 'num_hidden_layers', (1,), 'a drafter has one layer')
     _read_past(keys, layer, _WINDOW)  # none of these engines gives it a window
-  fields = _llama_fields(folder, layer)
-  _require(folder, keys, 'truncated_vocab_size', (fields['vocab_size'],), 'which ids it drafts would not be known')
+  fields = layer_fields(folder, layer)
+  require_value(folder, keys, 'truncated_vocab_size', (fields['vocab_size'],), 'which ids it drafts would not be known')
   biases = _biases(layer)
   biases['qkv_bias'] |= layer.flag('qkv_bias', architecture == 'Qwen2ForCausalLMEagle')
   config = DrafterConfig(
@@ -159,7 +168,7 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
     return None
   keys = Keys(content)
   require_architecture(folder, keys, EAGLE3_ARCHITECTURES | {_DEEPSPEC})
-  if _SPECULATORS in keys and 'norm_before_residual' not in keys:
+  if SPECULATORS in keys and 'norm_before_residual' not in keys:
     raise ValueError(
       f'{folder}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: add it.'
     )
@@ -173,7 +182,7 @@ def read_eagle3(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
 def _is_midlayer(folder: Path, keys: Keys) -> bool:
   """Return whether the writer is one of those that name the layer `midlayer`."""
   names = read_names(folder)
-  is_other = _DEEPSPEC in keys.get('architectures', []) or _SPECULATORS in keys
+  is_other = _DEEPSPEC in keys.get('architectures', []) or SPECULATORS in keys
   return not is_other and (not names or any('midlayer.' in name for name in names))
 
 
@@ -184,15 +193,20 @@ def eagle3_fields(
   is_deepspec, is_midlayer = _DEEPSPEC in keys.get('architectures', []), _is_midlayer(folder, keys)
   layer, windows = _eagle3_layers(folder, keys, is_midlayer, is_deepspec, is_one_layer)
   nested = keys.nested('eagle_config')
-  fields = _llama_fields(folder, layer)
-  num_ids = _same_everywhere(folder, 'draft_vocab_size', keys, keys, 'truncated_vocab_size') or fields['vocab_size']
+  fields = layer_fields(folder, layer)
+  num_ids = same_everywhere(folder, 'draft_vocab_size', keys, keys, 'truncated_vocab_size') or fields['vocab_size']
   target_width = int(keys.get('target_hidden_size', fields['width']))
-  is_trained = keys.flag('embed_requires_grad', keys.get(_SPECULATORS) == 'peagle')  # its embedding
-  taps = _deepspec_taps(folder, keys, target) if is_deepspec else _taps(folder, keys, nested, target.num_layers)
-  _require(folder, keys, 'num_aux_hidden_states', (3 if taps is None else len(taps),), 'which they are is not said')
+  is_trained = keys.flag('embed_requires_grad', keys.get(SPECULATORS) == 'peagle')  # its embedding
+  if is_deepspec:
+    taps: Any = inputs_after(folder, keys.get('target_layer_ids', []), target)
+  else:
+    taps = _taps(folder, keys, nested, target.num_layers)
+  require_value(
+    folder, keys, 'num_aux_hidden_states', (3 if taps is None else len(taps),), 'which they are is not said'
+  )
   if not nested.flag('use_aux_hidden_state', True):
     taps = ()
-  _require(folder, keys, 'num_target_layers', (target.num_layers,), f'the target has {target.num_layers} layers')
+  require_value(folder, keys, 'num_target_layers', (target.num_layers,), f'the target has {target.num_layers} layers')
   is_qwen3 = is_deepspec or 'PeagleQwen3ForCausalLM' in keys.get('architectures', [])
   own = {
     'target_width': target_width,
@@ -200,7 +214,7 @@ def eagle3_fields(
     'draft_vocab_size': None if num_ids == fields['vocab_size'] else int(num_ids),
     'own_embedding': is_trained or target_width != fields['width'],
     'fc_bias': keys.flag('bias'),
-    'qk_norm': is_qwen3 or (_SPECULATORS in keys and layer['model_type'] == 'qwen3'),
+    'qk_norm': is_qwen3 or (SPECULATORS in keys and layer['model_type'] == 'qwen3'),
     'norm_before_fc': _is_on(folder, 'norm_before_fc', keys, nested),
     'norm_before_residual': keys.flag('norm_before_residual'),
     'fc_norm': _is_on(folder, 'fc_norm', keys, keys, 'use_aux_norm'),
@@ -235,8 +249,8 @@ def _eagle3_layers(
   folder: Path, keys: Keys, is_midlayer: bool, is_deepspec: bool, is_one: bool
 ) -> tuple[Keys, tuple[int | None, ...]]:
   """Return the keys of the layers, and their windows."""
-  if _SPECULATORS in keys:
-    layer = _speculators_layer(folder, keys, is_one=is_one)
+  if SPECULATORS in keys:
+    layer = speculators_layer(folder, keys, is_one=is_one)
     return layer, windows_of(folder, layer, int(layer['num_hidden_layers']))
   if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window or biases
     _read_past(keys, keys, (*_WINDOW, 'num_hidden_layers', 'attention_bias', 'mlp_bias'))
@@ -246,7 +260,7 @@ def _eagle3_layers(
   else:
     _refuse_window(folder, keys)
   if is_one:
-    _require(folder, keys, 'num_hidden_layers', (1,), 'only heads of one layer are')
+    require_value(folder, keys, 'num_hidden_layers', (1,), 'only heads of one layer are')
   return keys, (None,) * int(keys.get('num_hidden_layers', 1))
 
 
@@ -256,7 +270,7 @@ def _biases(layer: Keys) -> dict[str, Any]:
   return {'qkv_bias': has_biases, 'o_bias': has_biases, 'mlp_bias': layer.flag('mlp_bias')}
 
 
-def _same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> Any:
+def same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> Any:
   """Return the value of a key that may stand in two places, or have two spellings; None without either."""
   value, other = keys.get(name), others.get(alias or name)
   if value is not None and other is not None and value != other:
@@ -265,7 +279,7 @@ def _same_everywhere(folder: Path, name: str, keys: Keys, others: Keys, alias: s
 
 
 def _is_on(folder: Path, name: str, keys: Keys, others: Keys, alias: str | None = None) -> bool:
-  _same_everywhere(folder, name, keys, others, alias)
+  same_everywhere(folder, name, keys, others, alias)
   return keys.flag(name, others.flag(alias or name))
 
 
@@ -282,7 +296,7 @@ def _refuse_window(folder: Path, layer: Keys) -> None:
   """Raise a ValueError if the layer does not see everything before it. `sliding_window` alone is left over."""
   if any(kind != 'full_attention' for kind in layer.get('layer_types', [])):
     raise ValueError(f'{folder}: layer_types {layer["layer_types"]!r} is not supported: how far attention sees.')
-  _require(folder, layer, 'use_sliding_window', (False,), 'how far attention sees')
+  require_value(folder, layer, 'use_sliding_window', (False,), 'how far attention sees')
   layer.get('sliding_window')
 
 
@@ -346,14 +360,13 @@ def _taps(folder: Path, keys: Keys, nested: Keys, num_layers: int) -> tuple[int,
   return above or inputs or None
 
 
-def _deepspec_taps(folder: Path, keys: Keys, target: TargetConfig) -> tuple[int, ...]:
-  """Return the layers whose inputs DeepSpec's head reads: its list counts layers by what comes out of them."""
-  listed = tuple(int(layer) for layer in keys.get('target_layer_ids', []))
-  last = target.num_layers - 1
+def inputs_after(folder: Path, target_layer_ids: Iterable[Any], target: TargetConfig) -> tuple[int, ...]:
+  """Return the layers whose inputs a head reads, if its `target_layer_ids` count layers by what comes out of them."""
+  listed, last = tuple(int(layer) for layer in target_layer_ids), target.num_layers - 1
   if not listed or not all(0 <= layer < last for layer in listed):
     raise ValueError(
       f'{folder}: target_layer_ids {[*listed]} is not supported: layers from 0 to {last - 1} are needed. What comes '
-      f'out of layer {last}, the last, DeepSpec took before the final norm in some versions and after it in others.'
+      f'out of layer {last}, the last, writers took before the final norm in some versions and after it in others.'
     )
   return tuple(layer + 1 for layer in listed)
 
@@ -375,7 +388,8 @@ _SPELLINGS = [
   for pattern, ours in (
     (r'^model\.', ''),
     (r'^(midlayer|transformer)\.', 'layers.0.'),
-    (r'^fusion_fc\.', 'fc.'),
+    (r'^(fusion_fc|encoder\.fc)\.', 'fc.'),
+    (r'^encoder\.output_norm_enc\.', 'hidden_norm.'),
     (r'^aux_norm_low\.', 'fc_norm.0.'),
     (r'^aux_norm_mid\.', 'fc_norm.1.'),
     (r'^aux_norm_high\.', 'fc_norm.2.'),

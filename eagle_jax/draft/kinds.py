@@ -7,6 +7,8 @@ from typing import Any
 
 from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
 from eagle_jax.draft.block import Block
+from eagle_jax.draft.dflash import DFlash, DFlashConfig
+from eagle_jax.draft.dflash_files import dflash_table, read_dflash
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
@@ -61,6 +63,16 @@ KINDS: dict[str, Kind] = {
     read_config=read_medusa,
     read_tensors=read_head_tensors,
     borrows=frozenset({'head', 'ids'}),
+    is_one_pass=True,
+  ),
+  'dflash': Kind(
+    'DFlash',
+    DFlashConfig,
+    DFlash,
+    tensor_table=dflash_table,
+    read_config=read_dflash,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'embed', 'head', 'ids'}),
     is_one_pass=True,
   ),
   'p-eagle': Kind(

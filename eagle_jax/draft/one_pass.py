@@ -1,6 +1,6 @@
 """What drafters share that fill all depths of a tree in one pass, so that no depth knows what is drafted above it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow, likeliest
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import WEIGHTS, Evidence
-from eagle_jax.models.layers import CachedAttention, DecoderLayer, Rotation
+from eagle_jax.models.layers import CachedAttention, DecoderLayer, Rotation, apply_head
 from eagle_jax.models.transformer import see_window
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
@@ -82,6 +82,13 @@ def add_evidence(children: Children, evidence: Evidence, log_p_BW: jax.Array) ->
   log_p_BWC, index_BWC = jax.lax.top_k(raised_BWn - log_total_BW1, children.token.shape[2])
   token_BWn = jnp.concatenate([token_BW1, children.token], axis=2)
   return Children(jnp.take_along_axis(token_BWn, index_BWC, axis=2, mode='clip'), log_p_BWC)
+
+
+def score_depths(head_UD: Any, out_DBd: jax.Array, pre_head: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """Apply the language-model head to the outputs of all depths: logits [U, d, B] f32."""
+  width, batch, num_depths = out_DBd.shape
+  read_DR = pre_head(out_DBd.swapaxes(1, 2).reshape(width, -1)).astype(head_UD.dtype)
+  return apply_head(head_UD, read_DR).reshape(-1, num_depths, batch)
 
 
 class See(NamedTuple):

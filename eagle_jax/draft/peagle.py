@@ -6,6 +6,7 @@ in place of the taps. All nodes of a depth offer the same children. Decoder laye
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from eagle_jax.draft.eagle import EagleState
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.heads import EAGLE3_ARCHITECTURES, eagle3_fields, is_p_eagle, require_architecture
 from eagle_jax.draft.interface import DraftContext
-from eagle_jax.draft.one_pass import Depths, See, run_layers
+from eagle_jax.draft.one_pass import Depths, See, run_layers, score_depths
 from eagle_jax.draft.tables import eagle3_table, layer_entries
-from eagle_jax.models.layers import DecoderLayer, Rotation, apply_head, no_attention
+from eagle_jax.models.layers import DecoderLayer, Rotation, no_attention
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import Candidates
 from eagle_jax.weights.layouts import Keys
@@ -98,12 +99,10 @@ class PEagle(Eagle3):
 
   def score(self, params, state: EagleState, root_B, num_depths: int) -> jax.Array:
     """Compute logits [U, d, B] f32 of the children of all depths; the root has been read, with the taps before it."""
-    out_DB1 = state.feature.T[..., None]
+    out_DBd = state.feature.T[..., None]
     if num_depths > 1:
-      out_DB1 = jnp.concatenate([out_DB1, self.fill_slots(params, state, num_depths - 1)], axis=2)
-    out_DR = out_DB1.swapaxes(1, 2).reshape(self.config.width, -1)
-    read_DR = self.pre_head(params, out_DR).astype(params['head'].dtype)
-    return apply_head(params['head'], read_DR).reshape(-1, num_depths, len(state.feature))
+      out_DBd = jnp.concatenate([out_DBd, self.fill_slots(params, state, num_depths - 1)], axis=2)
+    return score_depths(params['head'], out_DBd, functools.partial(self.pre_head, params))
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, context: DraftContext) -> Candidates:
     """Grow every sequence's candidates."""

@@ -5,7 +5,15 @@ import itertools
 
 import numpy as np
 
-from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
+from eagle_jax.config import (
+  BlockConfig,
+  DrafterConfig,
+  Eagle3Config,
+  EagleTapsConfig,
+  HeadSizes,
+  MedusaConfig,
+  TargetConfig,
+)
 from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, layer_norms, projection_entries
 
 
@@ -17,7 +25,7 @@ def eagle_table(config: DrafterConfig) -> Table:
     entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
   entries |= projection_entries(config.as_layer(), ('layer',), block, HF_PROJECTIONS)
-  return _table(config, entries)
+  return head_table(config, entries)
 
 
 def eagle_taps_table(config: EagleTapsConfig) -> Table:
@@ -62,7 +70,7 @@ def eagle3_table(config: Eagle3Config) -> Table:
   entries['lm_head.weight'] = Entry(('head', 'weight'), (num_ids, width))
   entries |= projection_entries(config.as_layer(), (), block, HF_PROJECTIONS, in_width=2 * width)
   entries |= head_norms(config.as_layer(), (), f'{block}.self_attn.')
-  return _table(config, entries)
+  return head_table(config, entries)
 
 
 def layer_entries(layer: TargetConfig, ours: str, block: str) -> dict[str, Entry]:
@@ -93,7 +101,7 @@ _IGNORED = frozenset({
 })  # fmt: skip
 
 
-def _table(config: DrafterConfig | Eagle3Config, entries: dict[str, Entry]) -> Table:
+def head_table(config: HeadSizes, entries: dict[str, Entry]) -> Table:
   """Add the embedding, which a file may hold even if its config does not say that the head has its own."""
   name = 'embed_tokens.weight'
   embedding = {name: Entry(('embed', 'weight'), (config.vocab_size, config.width))}
@@ -101,7 +109,7 @@ def _table(config: DrafterConfig | Eagle3Config, entries: dict[str, Entry]) -> T
   return Table(entries | _draft_vocabulary(config) | embedding, _IGNORED, optional)
 
 
-def _draft_vocabulary(config: DrafterConfig | Eagle3Config | MedusaConfig) -> dict[str, Entry]:
+def _draft_vocabulary(config: HeadSizes | MedusaConfig) -> dict[str, Entry]:
   if config.draft_vocab_size is None:
     return {}
   shape = (config.draft_vocab_size,)

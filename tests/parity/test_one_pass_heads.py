@@ -16,6 +16,8 @@ pytest.importorskip('torch')
 import torch
 from torch_heads import (
   CONFIG,
+  HEADS,
+  KV_HEADS,
   TOKENS,
   D,
   K,
@@ -30,6 +32,7 @@ from torch_heads import (
   layer_shapes,
   mlp,
   rms,
+  rope,
   told,
   weights,
 )
@@ -87,6 +90,17 @@ def layer_weights(index: int, *, qk_norm: bool) -> dict:
   norms = {f'layers.0.self_attn.{name}_norm.weight': (K,) for name in ('qk' if qk_norm else '')}
   shapes = layer_shapes(D) | {'layers.0.input_layernorm.weight': (D,)} | norms
   return {name.replace('.0.', f'.{index}.'): x * (1 + 0.1 * index) for name, x in weights(shapes).items()}
+
+
+def changed(content: dict, path: str, value) -> dict:
+  """With another value under a path such as `transformer_layer_config.sliding_window`; None takes the key away."""
+  content = copy.deepcopy(content)
+  *above, name = path.split('.')
+  place = content
+  for key in above:
+    place = place.setdefault(key, {})
+  place[name] = value
+  return content
 
 
 # P-EAGLE.
@@ -155,17 +169,6 @@ def test_p_eagle_heads(target, tmp_path, name):
   assert_close(our_logits(target, drafter, residual), p_eagle_logits(w, embed, residual, switches, later))
 
 
-def changed(content: dict, path: str, value) -> dict:
-  """With another value under a path such as `transformer_layer_config.sliding_window`; None takes the key away."""
-  content = copy.deepcopy(content)
-  *above, name = path.split('.')
-  place = content
-  for key in above:
-    place = place.setdefault(key, {})
-  place[name] = value
-  return content
-
-
 LAYER = 'transformer_layer_config.'
 
 
@@ -191,3 +194,145 @@ def test_what_a_p_eagle_head_must_not_say(target, tmp_path, content, path, value
   how = next(how for one, how, *_ in FORMS.values() if one is content)
   with pytest.raises(ValueError, match=message):
     load(tmp_path, target, changed(content, path, value), p_eagle_weights(**how))
+
+
+# DFlash.
+
+BLOCK = 4
+CONTEXT = len(TOKENS)
+
+
+def block_attention(w, x, context, s, is_causal: bool):
+  """Attend with the places of a block, to the context before it and to the block."""
+
+  def project(name, x, heads):
+    out = x @ w[f'layers.0.self_attn.{name}_proj.weight'].T + w.get(f'layers.0.self_attn.{name}_proj.bias', 0)
+    return out.reshape(len(x), heads, K)
+
+  def norm(name, x):
+    return rms(x, w[f'layers.0.self_attn.{name}_norm.weight'])
+
+  both = torch.cat([context, x])
+  q = rope(norm('q', project('q', both, HEADS)), s)[len(context) :]
+  k, v = rope(norm('k', project('k', both, KV_HEADS)), s), project('v', both, KV_HEADS)
+  k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
+  query, key = torch.arange(len(context), len(both))[:, None], torch.arange(len(both))[None]
+  visible = (key < len(context)) | (key <= query) | (not is_causal)
+  if s.window is not None:
+    visible &= query - key < s.window
+  score = torch.einsum('ihk,jhk->hij', q, k) / K**0.5
+  weight = score.masked_fill(~visible, -torch.inf).softmax(-1)
+  out = torch.einsum('hij,jhk->ihk', weight, v).flatten(1)
+  return out @ w['layers.0.self_attn.o_proj.weight'].T + w.get('layers.0.self_attn.o_proj.bias', 0)
+
+
+def block_outputs(w, embed, residual, layers, *, scale: float = 1.0):
+  """[B, D]: of the newest token and mask tokens; `layers` says of each its window, and whether it is causal."""
+  context = rms(torch.cat([*torch.tensor(residual[:, :, 0].transpose(0, 2, 1))], -1) @ w['fc.weight'].T,
+                w['hidden_norm.weight'])  # fmt: skip
+  x = scale * embed[[TOKENS[-1]] + [MASK] * (BLOCK - 1)]
+  for index, (window, is_causal) in enumerate(layers):
+    one, s = layer_of(w, index), Switches(window=window)
+    x = x + block_attention(one, rms(x, one['layers.0.input_layernorm.weight']), context, s, is_causal)
+    x = x + mlp(one, rms(x, one['layers.0.post_attention_layernorm.weight']))
+  return rms(x, w['norm.weight'])
+
+
+def dflash_weights(num_layers: int, num_taps: int, **more) -> dict:
+  w = weights({'fc.weight': (D, num_taps * D), 'hidden_norm.weight': (D,), 'norm.weight': (D,), **more})
+  for index in range(num_layers):
+    w |= layer_weights(index, qk_norm=True)
+  return w
+
+
+def of_speculators() -> dict:
+  """Weights with biases, and with a head and a vocabulary of its own."""
+  sizes = {'q': HEADS * K, 'k': KV_HEADS * K, 'v': KV_HEADS * K, 'o': D}
+  more = {f'layers.0.self_attn.{name}_proj.bias': (size,) for name, size in sizes.items()}
+  own = {name: x for name, x in eagle3_weights().items() if name in ('lm_head.weight', 'd2t', 't2d')}
+  return dflash_weights(1, 2, **more) | own
+
+
+QWEN3 = CONFIG | {'model_type': 'qwen3', 'head_dim': K, 'num_hidden_layers': 2, 'attention_bias': False}
+Z_LAB = QWEN3 | {
+  'architectures': ['DFlashDraftModel'], 'block_size': BLOCK, 'num_target_layers': N, 'is_causal': None,
+  'layer_types': ['full_attention', 'sliding_attention'], 'sliding_window': 5, 'use_sliding_window': True,
+  'dflash_config': {
+    'mask_token_id': MASK, 'target_layer_ids': [0, 2, 4], 'projector_type': 'dflash', 'use_swa': False,
+    'input_embedding_scale': 2.0, 'final_logit_softcapping': 3.0,
+  },
+}  # fmt: skip
+JETSPEC = QWEN3 | {
+  'architectures': ['DFlashDraftModel'], 'block_size': 16, 'layer_types': ['full_attention'] * 2,
+  'dflash_config': {'mask_token_id': MASK, 'causal_head': True},
+}  # fmt: skip
+SPECULATORS_BLOCK = {
+  'architectures': ['DFlashSpeculator'], 'speculators_model_type': 'dflash', 'draft_vocab_size': U,
+  'block_size': BLOCK, 'mask_token_id': MASK, 'aux_hidden_state_layer_ids': [1, 6], 'sample_from_anchor': True,
+  'sliding_window_non_causal': True, 'projector_type': 'dflash', 'emb_dim': 256, 'shift_label': False,
+  'transformer_layer_config': QWEN3 | {
+    'num_hidden_layers': 1, 'attention_bias': True, 'sliding_window': 6, 'layer_types': ['sliding_attention'],
+  },
+}  # fmt: skip
+BLOCKS = {  # config.json, weights, layers, taps, the first place that predicts
+  'z-lab': (Z_LAB, lambda: dflash_weights(2, 3), [(None, False), (5, True)], (1, 3, 5), 1),
+  'JetSpec': (JETSPEC, lambda: dflash_weights(2, 2), [(None, True)] * 2, (2, 4), 1),
+  'speculators': (SPECULATORS_BLOCK, of_speculators, [(6, False)], (1, 6), 0),
+}
+
+
+@pytest.mark.parametrize('name', BLOCKS)
+def test_dflash_blocks(target, tmp_path, name):
+  content, make, layers, taps, first = BLOCKS[name]
+  w, embed = make(), torch.tensor(np.asarray(target.params['embed']['weight']))
+  drafter = load(tmp_path, target, content, w)
+  assert drafter.config.tapped_layers(N) == taps
+  assert drafter.config.max_depth == content['block_size'] - first
+  residual = told((len(taps), D, 1, CONTEXT))
+  out = block_outputs(w, embed, residual, layers, scale=2.0 if name == 'z-lab' else 1.0)[first : first + DEPTHS]
+  theirs = out @ w.get('lm_head.weight', torch.tensor(np.asarray(target.head_VD))).T
+  if name == 'z-lab':
+    theirs = 3 * torch.tanh(theirs / 3)
+  assert_close(our_logits(target, drafter, residual), theirs)
+
+
+@pytest.mark.parametrize(
+  ('name', 'path', 'value', 'message'),
+  [
+    ('z-lab', 'architectures', ['DFlash2DraftModel'], 'DFlash2DraftModel'),
+    ('z-lab', 'dflash_config.projector_type', 'domino', 'Domino'),
+    ('z-lab', 'dflash_config.brand_new_switch', 1, r'dflash_config\.brand_new_switch'),
+    ('z-lab', 'dflash_config.use_swa', True, 'use_swa'),
+    ('z-lab', 'dflash_config.output_multiplier', 2.0, 'output_multiplier'),
+    ('z-lab', 'dflash_config.target_layer_ids', [0, 5], 'target_layer_ids'),
+    ('z-lab', 'dflash_config.target_hidden_size', 64, 'target_hidden_size'),
+    ('z-lab', 'dflash_config.block_size', 8, 'block_size'),
+    ('z-lab', 'dflash_config.mask_token_id', None, 'mask_token_id'),
+    ('z-lab', 'use_sliding_window', False, 'use_sliding_window'),
+    ('z-lab', 'sliding_window', 3, '`windows`'),
+    ('z-lab', 'num_target_layers', 7, 'num_target_layers'),
+    ('z-lab', 'hidden_act', 'gelu', 'hidden_act'),
+    ('z-lab', 'attention_bias', True, r'q_proj\.bias: missing'),
+    ('JetSpec', 'is_causal', False, 'contradicts itself'),
+    ('JetSpec', 'dflash_config.draft_shift', True, 'draft_shift'),
+    ('speculators', 'speculators_model_type', 'dflash2', "'dflash2'.* not supported"),
+    ('speculators', 'aux_hidden_state_layer_ids', None, 'aux_hidden_state_layer_ids'),
+    ('speculators', 'sliding_window_non_causal', None, 'sliding_window_non_causal'),
+    ('speculators', 'shift_label', True, 'shift_label'),
+    ('speculators', f'{LAYER}brand_new_switch', 1, 'brand_new_switch'),
+  ],
+)
+def test_what_a_dflash_drafter_must_not_say(target, tmp_path, name, path, value, message):
+  content, make, *_ = BLOCKS[name]
+  with pytest.raises(ValueError, match=message):
+    load(tmp_path, target, changed(content, path, value), make())
+
+
+def test_what_a_dflash_folder_must_not_hold(target, tmp_path):
+  """Attention sinks, and an embedding of the mask token in a file of its own."""
+  w = dflash_weights(2, 3) | {'layers.0.self_attn.sinks': torch.zeros(HEADS)}
+  with pytest.raises(ValueError, match=r'self_attn\.sinks: not expected'):
+    load(tmp_path, target, Z_LAB, w)
+  (tmp_path / 'mask_embedding.pt').touch()
+  with pytest.raises(ValueError, match=r'mask_embedding\.pt'):
+    load(tmp_path, target, Z_LAB, dflash_weights(2, 3))
