@@ -1,5 +1,6 @@
 """Set up all tests: strict JAX, programs that compile fast and are shared, and the real model."""
 
+import collections
 import gc
 import os
 import shutil
@@ -13,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import quick
 
 MAX_MAPS = 12_000
+NUM_FILES = 20  # listed by --durations
 HEAVY = (
   'test_sharding', 'test_cost', 'test_decode', 'test_oracle', 'test_train', 'test_continuous', 'test_processes',
   'test_launch', 'test_notebooks', 'test_families', 'test_real', 'test_store', 'test_replay',
@@ -44,6 +46,19 @@ def pytest_collection_modifyitems(items):
     if item.nodeid.startswith(SMOKE) and not any(item.iter_markers('slow')):
       item.add_marker('smoke')
   items.sort(key=lambda item: HEAVY.index(item.path.stem) if item.path.stem in HEAVY else len(HEAVY))
+
+
+def pytest_terminal_summary(terminalreporter):
+  """With --durations, also print the seconds of the files that take longest, summed over workers."""
+  if not terminalreporter.config.option.durations:
+    return
+  seconds = collections.Counter()
+  for reports in terminalreporter.stats.values():
+    for report in reports:
+      seconds[getattr(report, 'nodeid', '').split('::')[0]] += getattr(report, 'duration', 0)
+  terminalreporter.section('slowest files')
+  for name, total in seconds.most_common(NUM_FILES):
+    terminalreporter.write_line(f'{total:7.1f}s {name}')
 
 
 def use_cache(folder):
