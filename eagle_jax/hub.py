@@ -176,9 +176,10 @@ def _is_same_head(params: dict[str, Any], place: Any) -> bool:
 
 
 def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None, kind: str | None = None) -> Drafter:
-  """Load EAGLE-1/2, EAGLE-3, P-EAGLE or Medusa heads, or DFlash; a folder's config.json says which kind it holds.
+  """Load a drafter: an EAGLE, P-EAGLE, Medusa, DFlash or DSpark head; a folder's config.json says which kind it holds.
 
-  Embedding and head stay the target's, but for EAGLE-3, P-EAGLE and published Medusa heads, which bring their own.
+  Embedding and head stay the target's, but for EAGLE-3, P-EAGLE and published Medusa heads, which bring heads of their
+  own, and for others whose files have some.
 
   Args:
     name_or_path: a shipped name; 'ngram', which has no weights and fits every target; or a folder with config.json

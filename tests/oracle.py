@@ -180,10 +180,11 @@ def at_random(form: type) -> type:
   class AtRandom(form):
     @functools.cached_property
     def weights(self):
-      with jax.ensure_compile_time_eval():
-        rows = jax.random.normal(jax.random.key(1), (2, self.config.vocab_size, self.config.width))
-        own = {'embed': rows[0], 'head': rows[1], 'ids': jnp.arange(self.config.vocab_size)}
-        return jax.jit(self.init_params)(jax.random.key(0)) | own
+      row = jax.ShapeDtypeStruct((self.config.vocab_size, self.config.width), jnp.float32)
+      shapes = jax.eval_shape(self.init_params, jax.random.key(0)) | {'embed': row, 'head': row}
+      rng = np.random.default_rng(0)
+      weights = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+      return weights | {'ids': np.arange(self.config.vocab_size, dtype=np.int32)}
 
     def start(self, params, token_BL, taps: Taps, *more):
       return super().start(self.weights, token_BL, taps._replace(residual=(taps.feature,)), *more)

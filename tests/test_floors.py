@@ -33,7 +33,8 @@ ORDER = {
   ),
   'draft': (
     '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'one_pass',
-    'medusa', 'block', 'dflash', 'drafter', 'model', 'tables', 'heads', 'peagle', 'dflash_files', 'kinds', 'export',
+    'medusa', 'block', 'dflash', 'drafter', 'model', 'tables', 'heads', 'peagle', 'dflash_files', 'dspark',
+    'kinds', 'export',
   ),
   'decode': (
     'request', 'buckets', 'verify', 'state', 'commit', 'prefill', 'step', 'record', 'auto', 'build', 'program',

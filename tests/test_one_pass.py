@@ -16,6 +16,7 @@ from eagle_jax.decode.build import build
 from eagle_jax.decode.generate import generate
 from eagle_jax.draft.dflash import DFlashConfig
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.dspark import DSparkConfig
 from eagle_jax.draft.kinds import kind_of, tensor_table
 from eagle_jax.draft.peagle import PEagleConfig
 from eagle_jax.models.transformer import Taps
@@ -23,10 +24,10 @@ from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.weights.load import flatten
 
 SIZES = {'vocab_size': 97, 'width': 32, 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 8, 'ffn_width': 48}
+BLOCK = {'taps': (0, 2), 'draft_vocab_size': 60, 'mask_token_id': 9}
 CONFIGS = {
-  'dflash': DFlashConfig(
-    **SIZES, taps=(0, 2), draft_vocab_size=60, block_size=4, mask_token_id=9, windows=(None, 5), causal=(False, True)
-  ),
+  'dflash': DFlashConfig(**SIZES, **BLOCK, block_size=4, windows=(None, 5), causal=(False, True)),
+  'dspark': DSparkConfig(**SIZES, **BLOCK, block_size=3, windows=(None, 5), causal=(False, False), rank=8),
   'p-eagle': PEagleConfig(
     **SIZES, target_width=32, taps=(0, 2), draft_vocab_size=60, mask_token_id=9, later_windows=(4,), qk_norm=True
   ),
@@ -45,12 +46,13 @@ def plain(target):
 
 
 def drafter_of(kind: str) -> Drafter:
-  config = CONFIGS[kind]
-  params = kind_of(config).network(config, jnp.float32).init_params(jax.random.key(2))
+  config, rng = CONFIGS[kind], np.random.default_rng(2)
+  shapes = jax.eval_shape(kind_of(config).network(config, jnp.float32).init_params, jax.random.key(0))
+  params = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), jnp.float32), shapes)
   return Drafter(config, params | {'ids': jnp.arange(60, dtype=jnp.int32)})
 
 
-@pytest.mark.parametrize('kind', CONFIGS)
+@pytest.mark.parametrize('kind', ['dspark', 'p-eagle'])  # DSpark holds all of DFlash
 def test_the_text_is_plain(target, plain, kind):
   """Greedy and sampled, whatever is drafted: at random, some tokens are right."""
   for sampling, expected in zip(tiny.SAMPLINGS, plain, strict=True):
@@ -67,9 +69,9 @@ def test_matrices_may_have_8_bits(target, kind):
 
   def run(params):
     state = spec.drafter.start(params, token_1L, taps, one_1, 8, one_1)
-    return spec.drafter.score(params, state, one_1, 3)
+    return spec.drafter.propose(params, state, one_1, TREE, tiny.context(TREE))
 
-  assert jax.eval_shape(run, params.drafter).shape == (60, 3, 1)
+  assert jax.eval_shape(run, params.drafter).token.shape == (1, 1 + sum(np.multiply(TREE.widths, TREE.fanouts)))
 
 
 @pytest.mark.parametrize('kind', CONFIGS)

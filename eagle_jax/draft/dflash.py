@@ -47,7 +47,9 @@ class DFlashConfig(HeadSizes):
     require(self, 'taps', min(self.taps, default=-1) >= 0, 'layers numbered from 0, one or more')
     require(self, 'block_size', self.max_depth > 0, 'large enough for a token behind the newest one')
     require(self, 'mask_token_id', 0 <= self.mask_token_id < self.vocab_size, f'an id below {self.vocab_size}')
-    require(self, 'windows', min(filter(None, self.windows), default=self.block_size) >= self.block_size, 'a block')
+    require(
+      self, 'windows', min(filter(None, self.windows), default=self.block_size) >= self.block_size, 'blocks or longer'
+    )
     require(self, 'causal', len(self.causal) == len(self.windows) > 0, 'as many as windows, one a layer')
 
   @property

@@ -58,6 +58,21 @@ def read_dflash(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
     return None
   keys = Keys(content)
   require_architecture(folder, keys, {'DFlashDraftModel', 'DFlashSpeculator'})
+  config = DFlashConfig(**block_fields(folder, keys, target, may_have_head=kind is not None))
+  keys.require_known(folder, 'a drafter that cannot be drafted with')
+  return config
+
+
+def block_fields(folder: Path, keys: Keys, target: TargetConfig, *, may_have_head: bool) -> dict[str, Any]:
+  """Read the fields of a `DFlashConfig`.
+
+  Args:
+    folder: where the drafter lies.
+    keys: of its config.json.
+    target: of the model that it is to draft for.
+    may_have_head: whether the writer may give it a head of its own for the target's whole vocabulary.
+  """
+  is_speculators = SPECULATORS in keys
   if (folder / 'mask_embedding.pt').exists():
     raise ValueError(f'{folder} holds mask_embedding.pt, an embedding of the mask token of its own: not supported.')
   if target.logit_divisor != 1:
@@ -68,23 +83,20 @@ def read_dflash(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   for place in (keys, nested):
     for name, (allowed, otherwise) in _OTHERWISE.items():
       require_value(folder, place, name, allowed, otherwise)
-  layer, own = _of_speculators(folder, keys) if kind else (keys, _of_z_lab(folder, keys, nested, target))
+  layer, own = _of_speculators(folder, keys) if is_speculators else (keys, _of_z_lab(folder, keys, nested, target))
   fields, has_biases = layer_fields(folder, layer), layer.flag('attention_bias')
   for place in (keys, nested):
     require_value(folder, place, 'target_hidden_size', (fields['width'],), "the target must be of the drafter's width")
   num_ids = int(keys.get('draft_vocab_size', fields['vocab_size']))
   is_part = num_ids != fields['vocab_size']
-  config = DFlashConfig(
-    **fields,
-    **own,
-    draft_vocab_size=num_ids if is_part else None,
-    own_head=is_part or (kind is not None and 'lm_head.weight' in read_names(folder)),
-    qkv_bias=has_biases,
-    o_bias=has_biases,
-    name=folder.name,
-  )
-  keys.require_known(folder, 'a drafter that cannot be drafted with')
-  return config
+  own |= {
+    'draft_vocab_size': num_ids if is_part else None,
+    'own_head': is_part or (may_have_head and 'lm_head.weight' in read_names(folder)),
+    'qkv_bias': has_biases,
+    'o_bias': has_biases,
+    'name': folder.name,
+  }
+  return fields | own
 
 
 def _require_all(folder: Path, given: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from eagle_jax.draft.block import Block
 from eagle_jax.draft.dflash import DFlash, DFlashConfig
 from eagle_jax.draft.dflash_files import dflash_table, read_dflash
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.dspark import DSpark, DSparkConfig, dspark_table, read_dspark
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
@@ -71,6 +72,16 @@ KINDS: dict[str, Kind] = {
     DFlash,
     tensor_table=dflash_table,
     read_config=read_dflash,
+    read_tensors=read_head_tensors,
+    borrows=frozenset({'embed', 'head', 'ids'}),
+    is_one_pass=True,
+  ),
+  'dspark': Kind(
+    'DSpark',
+    DSparkConfig,
+    DSpark,
+    tensor_table=dspark_table,
+    read_config=read_dspark,
     read_tensors=read_head_tensors,
     borrows=frozenset({'embed', 'head', 'ids'}),
     is_one_pass=True,

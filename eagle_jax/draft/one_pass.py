@@ -53,24 +53,43 @@ class Depths(NamedTuple):
 
   def grow(self, params, root_B: jax.Array, policy: TreePolicy, context: DraftContext) -> Candidates:
     """Grow every sequence's candidates."""
-    lookup = context.lookup if policy.lookup else None
 
-    def children(match_BWS, depth: int | jax.Array, width: int, fanout: int) -> Children:
-      offered = self.offer(depth, width, fanout)
-      if lookup is None:
+    def offer(token_BW, evidence: Evidence | None, depth: int | jax.Array, fanout: int) -> Children:
+      offered = self.offer(depth, token_BW.shape[1], fanout)
+      if evidence is None:
         return offered
-      evidence = lookup.find_next(match_BWS, params.get('lookup_weights', WEIGHTS))
       return add_evidence(offered, evidence, self.log_p_of(depth, params['ids'], evidence.token))
 
-    def step(match_BWS, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Any]:
-      if lookup is not None:
-        match_BWS = lookup.descend(match_BWS, frontier.parent_slot, frontier.token)
-      return children(match_BWS, depth, frontier.token.shape[1], fanout), match_BWS
+    return grow_levels(offer, params, root_B, policy, context)
 
-    match_B1S = None if lookup is None else lookup.match()
-    roots = children(match_B1S, 0, 1, policy.fanouts[0])
-    match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, first_width(policy), axis=1)
-    return grow(roots, step, match_BWS, root_B, policy, context)
+
+def grow_levels(
+  offer: Callable[..., Children], params, root_B: jax.Array, policy: TreePolicy, context: DraftContext
+) -> Candidates:
+  """Grow every sequence's candidates, if levels need nothing of the network any more.
+
+  Args:
+    offer: (tokens of the nodes [B, W], evidence or None, depth, fanout) -> their children.
+    params: the drafter's.
+    root_B, policy, context: see `draft.interface.DraftNetwork.propose`.
+  """
+  lookup = context.lookup if policy.lookup else None
+
+  def children(token_BW, match_BWS, depth: int | jax.Array, fanout: int) -> Children:
+    evidence = None
+    if lookup is not None:
+      evidence = lookup.find_next(match_BWS, params.get('lookup_weights', WEIGHTS))
+    return offer(token_BW, evidence, depth, fanout)
+
+  def step(match_BWS, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Any]:
+    if lookup is not None:
+      match_BWS = lookup.descend(match_BWS, frontier.parent_slot, frontier.token)
+    return children(frontier.token, match_BWS, depth, fanout), match_BWS
+
+  match_B1S = None if lookup is None else lookup.match()
+  roots = children(root_B[:, None], match_B1S, 0, policy.fanouts[0])
+  match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, first_width(policy), axis=1)
+  return grow(roots, step, match_BWS, root_B, policy, context)
 
 
 def add_evidence(children: Children, evidence: Evidence, log_p_BW: jax.Array) -> Children:

@@ -59,8 +59,10 @@ def load(folder, target, content: dict, w: dict, rename=lambda name: name):
   return hub.load_drafter(folder, target)
 
 
-def our_logits(target, drafter, residual) -> np.ndarray:
-  """[d, U] of all depths behind the text, whose last three tokens come after a first pass over the others."""
+def scored(target, drafter, residual):
+  """Network, params, state and root behind the text, whose last three tokens come after a pass over the others; and
+  the logits of all depths.
+  """
   params, spec = decode.build(target, drafter, policy=Chain(DEPTHS))
   root_B, token_1L = jnp.asarray(TOKENS[-1:]), jnp.asarray(TOKENS)[None]
   shown = token_1L, Taps(jnp.zeros((D, 1, len(TOKENS))), tuple(map(jnp.asarray, residual)))
@@ -71,9 +73,14 @@ def our_logits(target, drafter, residual) -> np.ndarray:
     rest = jax.tree.map(lambda x: jnp.pad(x[..., 4:], [(0, 0)] * (x.ndim - 1) + [(0, 1)]), shown)
     state = spec.drafter.start(params, *first, jnp.asarray([4]), 16, root_B)
     state = spec.drafter.update(params, state, *rest, jnp.asarray([3]))
-    return spec.drafter.score(params, state, root_B, DEPTHS)
+    return state, root_B, spec.drafter.score(params, state, root_B, DEPTHS)
 
-  return np.asarray(run(params.drafter))[..., 0].T
+  return spec.drafter, params.drafter, *run(params.drafter)
+
+
+def our_logits(target, drafter, residual) -> np.ndarray:
+  """[d, U] of all depths."""
+  return np.asarray(scored(target, drafter, residual)[-1])[..., 0].T
 
 
 def layer_of(w: dict, index: int) -> dict:
@@ -336,3 +343,84 @@ def test_what_a_dflash_folder_must_not_hold(target, tmp_path):
   (tmp_path / 'mask_embedding.pt').touch()
   with pytest.raises(ValueError, match=r'mask_embedding\.pt'):
     load(tmp_path, target, Z_LAB, dflash_weights(2, 3))
+
+
+# DSpark.
+
+RANK = 5
+DEEPSPEC = QWEN3 | {
+  'architectures': ['Qwen3DSparkModel'], 'block_size': BLOCK, 'num_target_layers': N, 'mask_token_id': MASK,
+  'target_layer_ids': [0, 2], 'num_anchors': 512, 'markov_rank': RANK, 'markov_head_type': 'vanilla',
+  'enable_confidence_head': True, 'confidence_head_with_markov': True, 'layer_types': ['full_attention'] * 2,
+  'use_sliding_window': False, 'sliding_window': None,
+}  # fmt: skip
+
+
+def dspark_weights() -> dict:
+  names = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
+  more = dict.fromkeys(names, (V, RANK)) | {'confidence_head.proj.weight': (1, D + RANK)}
+  return dflash_weights(2, 2, **more, **{'lm_head.weight': (V, D), 'embed_tokens.weight': (V, D)})
+
+
+def check_chain(target, drafter, w, residual, theirs):
+  """Compare the logits of a block, and a chain: each token that is drafted corrects the logits of the next."""
+  policy = Chain(DEPTHS)
+  network, params, state, root_B, ours_UdB = scored(target, drafter, residual)
+  assert_close(np.asarray(ours_UdB)[..., 0].T, theirs)
+  propose = jax.jit(lambda params: network.propose(params, state, root_B, policy, tiny.context(policy)))
+  grown, token, log_q = propose(params), TOKENS[-1], 0.0
+  for depth in range(DEPTHS):
+    above = w['markov_head.markov_w1.weight'][token]
+    log_p = (theirs[depth] + above @ w['markov_head.markov_w2.weight'].T).log_softmax(-1)
+    token, log_q = int(params['ids'][int(log_p.argmax())]), log_q + float(log_p.max())
+    assert int(grown.token[0, depth + 1]) == token
+    np.testing.assert_allclose(grown.log_q[0, depth + 1], log_q, rtol=1e-5)
+
+
+def test_dspark_blocks(target, tmp_path):
+  w, drafter = dspark_weights(), load(tmp_path, target, DEEPSPEC, dspark_weights())
+  assert (drafter.config.max_depth, drafter.config.own_head, drafter.config.own_embedding) == (BLOCK, True, True)
+  residual = told((2, D, 1, CONTEXT))
+  out = block_outputs(w, w['embed_tokens.weight'], residual, [(None, False)] * 2)
+  check_chain(target, drafter, w, residual, out[:DEPTHS] @ w['lm_head.weight'].T)
+
+
+def test_a_dspark_of_rank_0_is_a_dflash_block(target, tmp_path):
+  w = {name: x for name, x in dspark_weights().items() if '_head.m' not in name and 'confidence' not in name}
+  content = changed(DEEPSPEC, 'markov_rank', 0)
+  drafter = load(tmp_path, target, changed(content, 'markov_head_type', None), w)
+  assert hub.kinds.name_of_kind(drafter.config) == 'dflash'
+  assert drafter.config.max_depth == BLOCK
+
+
+def test_dspark_blocks_of_speculators(target, tmp_path):
+  """A draft vocabulary: the token that corrects is one of the target's ids, what it corrects are drafted ones."""
+  content = SPECULATORS_BLOCK | {
+    'architectures': ['DSparkSpeculator'], 'speculators_model_type': 'dspark', 'markov_rank': RANK,
+    'markov_head_type': 'vanilla', 'enable_confidence_head': False, 'confidence_head_alpha': 0.0, 'num_anchors': 256,
+  }  # fmt: skip
+  markov = weights({'markov_head.markov_w1.weight': (V, RANK), 'markov_head.markov_w2.weight': (U, RANK)})
+  w = of_speculators() | markov
+  drafter, embed = load(tmp_path, target, content, w), torch.tensor(np.asarray(target.params['embed']['weight']))
+  assert (drafter.config.rank, drafter.config.num_ids, drafter.config.max_depth) == (RANK, U, BLOCK)
+  residual = told((2, D, 1, CONTEXT))
+  out = block_outputs(w, embed, residual, [(6, False)])
+  check_chain(target, drafter, w, residual, out[:DEPTHS] @ w['lm_head.weight'].T)
+  with pytest.raises(ValueError, match='sample_from_anchor'):
+    load(tmp_path, target, changed(content, 'sample_from_anchor', None), w)
+
+
+@pytest.mark.parametrize(
+  ('path', 'value', 'message'),
+  [
+    ('markov_head_type', 'gated', 'markov_head_type'),
+    ('architectures', ['Gemma4DSparkModel'], 'Gemma4DSparkModel'),
+    ('architectures', ['DSparkDraftModel'], 'DSparkDraftModel'),  # without the keys of speculators
+    ('speculators_model_type', 'dspark', 'sample_from_anchor|architectures'),
+    ('markov_rank', RANK + 1, r'markov_w1\.weight: shape'),
+    ('brand_new_switch', True, 'brand_new_switch'),
+  ],
+)
+def test_what_a_dspark_drafter_must_not_say(target, tmp_path, path, value, message):
+  with pytest.raises(ValueError, match=message):
+    load(tmp_path, target, changed(DEEPSPEC, path, value), dspark_weights())
