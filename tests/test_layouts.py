@@ -469,14 +469,20 @@ def test_published_configs(tmp_path, name):
   [
     (head(2880, 17_280, 64, 8, 64, 201_088, 32_000, architectures=['GptOssForCausalLMEagle3']), 'GptOssForCausalLM'),
     (head(7168, 18_432, 64, 64, 128, 163_840, 32_000, architectures=['Eagle3DeepseekV2ForCausalLM']), 'DeepseekV2'),
-    (published(5120, 17_408, 32, 8, 248_320, architectures=['DFlashDraftModel'], block_size=16), 'DFlashDraftModel'),
-    ({'speculators_model_type': 'dflash', 'architectures': ['DFlashDraftModel']}, "'dflash'"),
+    (
+      published(5120, 17_408, 32, 8, 248_320, architectures=['DFlashDraftModel'], block_size=16),
+      r"DFlash drafter lacks \['mask_token_id'\]",
+    ),
+    (
+      {'speculators_model_type': 'dflash', 'architectures': ['DFlashDraftModel']},
+      'DFlash drafter lacks .*aux_hidden_state_layer_ids',
+    ),
     (
       published(4096, 12_288, 32, 8, 151_936, architectures=['Gemma4Eagle3Model'], target_layer_ids=[1, 9]),
       'Gemma4Eagle3',
     ),
   ],
 )
-def test_published_drafters_of_other_kinds_are_refused_by_name(tmp_path, content, named):
+def test_drafters_of_other_kinds_and_incomplete_ones_are_refused_by_name(tmp_path, content, named):
   with pytest.raises(ValueError, match=named):
     kinds.read_drafter_config(tmp_path, content, TARGET)
