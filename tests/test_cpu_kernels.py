@@ -1,4 +1,4 @@
-"""The compiled kernels of CPUs: their products, the text that they write, and what serves where they cannot be made."""
+"""The compiled kernels of CPUs: products, attention, the text that they write, and what serves where there are none."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from eagle_jax import decode
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.device import cpu_features
 from eagle_jax.files import cache_folder
-from eagle_jax.kernels import cpu, int8, matmul
+from eagle_jax.kernels import attention, cpu, int8, matmul
 from eagle_jax.models import rounded
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import make_mesh
@@ -59,7 +59,7 @@ def compiled(folder):
   """The kernels are used."""
   with pytest.MonkeyPatch.context() as patch:
     use(patch, folder)
-    assert cpu.ffi_name() is not None
+    assert cpu.library() is not None
     yield
   forget()
 
@@ -129,9 +129,10 @@ def test_forms_for_other_machines(folder, tmp_path, monkeypatch, needed, machine
     pytest.skip(f'this machine does not run code for {machine}')
   monkeypatch.setattr(cpu, 'FLAGS', ' '.join(cpu.FLAGS).replace('-march=native', machine).split())
   use(monkeypatch, tmp_path)
-  assert cpu.ffi_name() is not None
+  assert cpu.library() is not None
   for kind, width in itertools.product(('float32', 'int8'), (576, 1536)):
     test_products(None, kind, width, (25,))
+  test_attention_reads_no_slot_past_the_text(None)
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf])
@@ -143,8 +144,8 @@ def test_what_is_no_number_stays_in_its_column(compiled, kind, value):
   assert not np.isfinite(found[:, 1]).any()
 
 
-def calls(function, *arrays) -> bool:
-  return 'eagle_matmul' in jax.jit(function).lower(*arrays).as_text()
+def calls(function, *arrays, operation='matmul') -> bool:
+  return f'eagle_{operation}' in jax.jit(function).lower(*arrays).as_text()
 
 
 def test_what_they_serve(compiled):
@@ -160,6 +161,11 @@ def test_what_they_serve(compiled):
   assert calls(int8.multiply, b, many)
   with jax.set_mesh(make_mesh(jax.devices()[:1])):
     assert calls(matmul.matmul, w, x)
+  attends = functools.partial(calls, attention.attend, operation='attention')
+  given = attended(8, 4)
+  assert attends(given)
+  assert not attends(given._replace(keys=given.keys.astype(jnp.bfloat16), queries=given.queries.astype(jnp.bfloat16)))
+  assert not attends(attended(8, 4, num_queries=65))
 
 
 def test_a_mesh_gathers_no_weights(compiled):
@@ -176,6 +182,57 @@ def test_gradients(compiled):
 
   for found, expected in zip(gradients(cpu.multiply), gradients(matmul.reference), strict=True):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+# Attention.
+
+
+def attended(num_slots, length, num_queries=3, heads=2):
+  """Operands of attention behind this many committed entries; what is not committed is NaN."""
+  rng = np.random.default_rng(num_queries)
+  sizes = {'queries': (1, 2, heads, num_queries, 8)} | dict.fromkeys(('new_keys', 'new_values'), (1, 2, num_queries, 8))
+  sizes |= dict.fromkeys(('keys', 'values'), (1, 2, num_slots, 8))
+  arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in sizes.items()}
+  for name in ('keys', 'values'):
+    arrays[name][:, :, length:] = np.nan
+  mask = np.tri(num_queries, dtype=bool)[None]
+  return attention.Operands(**jax.tree.map(jnp.asarray, arrays), mask=jnp.asarray(mask), length=jnp.asarray([length]))
+
+
+def test_attention_reads_no_slot_past_the_text(compiled):
+  given = attended(500, 200)
+  whole = given._replace(keys=given.keys[:, :, :200], values=given.values[:, :, :200])
+  np.testing.assert_allclose(attention.attend(given), attention.reference(whole), rtol=0, atol=1e-5)
+
+
+def test_attention_of_a_query_hangs_on_no_other(compiled):
+  given = attended(150, 140, num_queries=5)
+  alone = given._replace(queries=given.queries[:, :, :, 3:4], mask=given.mask[:, 3:4])
+  np.testing.assert_array_equal(attention.attend(alone)[:, :, :, 0], attention.attend(given)[:, :, :, 3])
+
+
+def test_attention_of_a_query_that_sees_nothing_is_finite(compiled):
+  given = attended(10, 0)
+  assert not attention.attend(given._replace(mask=given.mask & False)).any()
+
+
+def test_attention_to_what_is_no_number(compiled):
+  given = attended(10, 4)
+  found = attention.attend(given._replace(queries=given.queries.at[0, 1, 0, 2, 5].set(jnp.nan)))
+  is_nan = np.isnan(found).all(axis=-1)
+  assert is_nan.sum() == 1
+  assert is_nan[0, 1, 0, 2]
+
+
+def test_gradients_of_attention(compiled):
+  given = attended(9, 9)
+  floats = {name: x for name, x in given._asdict().items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+
+  def gradients(attend):
+    return jax.jit(jax.grad(lambda floats: (attend(given._replace(**floats)) ** 2).sum()))(floats)
+
+  found, expected = gradients(attention.attend), gradients(attention.reference)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
 
 
 # Decoding.
@@ -206,6 +263,7 @@ def test_the_loop_copies_no_cache(compiled, policy, batch):
   shape = 'f32[' + ','.join(map(str, state.cache.keys[0].shape)) + ']'
   hlo = decode.decode_loop.lower(params, state, spec=spec).compile().as_text()
   assert 'custom_call_target="eagle_matmul' in hlo
+  assert 'custom_call_target="eagle_attention' in hlo
   assert copies_in_loop(hlo, shape) == []
 
 
@@ -214,7 +272,7 @@ def test_the_loop_copies_no_cache(compiled, policy, batch):
 
 def serves_xla(caplog, *words) -> bool:
   """Return whether products are right without the kernels, and one log line says why."""
-  assert cpu.ffi_name() is None
+  assert cpu.library() is None
   w, x = weights('float32', 24, 64), columns(64, 4)
   assert not calls(matmul.matmul, w, x)
   np.testing.assert_allclose(jax.jit(matmul.matmul)(w, x), matmul.reference(w, x), rtol=1e-4, atol=1e-4)
@@ -262,14 +320,19 @@ def test_a_compiler_that_writes_no_library(tmp_path, monkeypatch, caplog):
   assert serves_xla(caplog, '.so')
 
 
-def test_kernels_that_multiply_wrongly(folder, tmp_path, monkeypatch, caplog):
-  source = cpu.SOURCE.read_text(encoding='utf-8')
-  wrong = source.replace('A::Add(', 'if (kColumns != 3) A::Add(')
-  assert wrong != source
-  (tmp_path / 'wrong.cc').write_text(wrong)
-  monkeypatch.setattr(cpu, 'SOURCE', tmp_path / 'wrong.cc')
+@pytest.mark.parametrize(('right', 'wrong', 'what'), [
+  ('A::Add(', 'if (kColumns != 3) A::Add(', 'multiplies float32 by 3 columns'),
+  ('sum == 0 ? 0 :', 'sum == 0 || a.width > 40 ? 0 :', 'attends'),
+])  # fmt: skip
+def test_kernels_that_compute_wrongly(folder, tmp_path, monkeypatch, caplog, right, wrong, what):
+  text = [path.read_text(encoding='utf-8') for path in cpu.SOURCES]
+  assert sum(right in each for each in text) == 1
+  changed = [tmp_path / path.name for path in cpu.SOURCES]
+  for path, each in zip(changed, text, strict=True):
+    path.write_text(each.replace(right, wrong))
+  monkeypatch.setattr(cpu, 'SOURCES', tuple(changed))
   use(monkeypatch, tmp_path)
-  assert serves_xla(caplog, 'float32 by 3 columns')
+  assert serves_xla(caplog, what)
 
 
 def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch, caplog):
@@ -282,14 +345,14 @@ def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch, caplog):
 
 def test_the_compiler_is_left_alone_if_xla_is_asked_for(tmp_path, monkeypatch):
   use(monkeypatch, tmp_path, 'xla')
-  assert cpu.ffi_name() is None
+  assert cpu.library() is None
   assert not (tmp_path / 'kernels').exists()
 
 
 def test_a_choice_that_is_none(tmp_path, monkeypatch):
   use(monkeypatch, tmp_path, 'fast')
   with pytest.raises(ValueError, match="'fast'"):
-    cpu.ffi_name()
+    cpu.library()
 
 
 # Processes and programs.
@@ -299,7 +362,7 @@ import sys, jax, numpy as np
 from eagle_jax.kernels import cpu, matmul
 w, x = np.ones((24, 64), np.float32), np.ones((64, 4), np.float32)
 assert (jax.jit(matmul.matmul)(w, x) == 64).all()
-print(cpu.ffi_name())
+print(cpu.library())
 """
 
 
@@ -310,15 +373,15 @@ def test_two_processes_compile_at_once(folder, tmp_path):
   names = {process.communicate(timeout=300)[0].decode().strip() for process in started}
   assert len(names) == 1
   (library,) = (tmp_path / 'kernels').iterdir()
-  assert {library.stem} == names
+  assert {library.stem.removeprefix('eagle_')} == names
   assert stat.S_IMODE((tmp_path / 'kernels').stat().st_mode) == 0o700
 
 
 def test_stored_programs_belong_to_their_kernels(compiled, tmp_path, monkeypatch, no_compilation_cache):
   programs, leaf = store.ProgramFolder(tmp_path / 'programs'), jnp.zeros(1)
   with_kernels = programs.place('f', [leaf], {}, ())
-  assert cpu.ffi_name() in with_kernels.origin
-  monkeypatch.setattr(cpu, 'ffi_name', lambda: None)
+  assert cpu.library() in with_kernels.origin
+  monkeypatch.setattr(cpu, 'library', lambda: None)
   assert programs.place('f', [leaf], {}, ()) == with_kernels._replace(origin=programs.place('f', [leaf], {}, ()).origin)
   assert programs.place('f', [leaf], {}, ()).origin != with_kernels.origin
 

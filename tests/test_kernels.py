@@ -101,8 +101,8 @@ def operands(
   return attention.Operands(*arrays, length_B, oldest_BT, sinks_GJ)
 
 
-def attended(forms: set[str], **sizes: Any) -> Case:
-  return Case(attention.attend, attention.reference, (operands(**sizes),), forms, 1e-5)
+def attended(forms: set[str], kernels: str = 'xla', **sizes: Any) -> Case:
+  return Case(attention.attend, attention.reference, (operands(**sizes),), forms, 1e-5, kernels)
 
 
 def add_scaled(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,6 +166,16 @@ CASES = {
     {'gpu', 'tpu'}, num_slots=768, lengths=(256, 257), num_earlier=3, head_dim=128
   ),
   'attention, blocks, all full': attended({'gpu', 'tpu'}, num_slots=768, lengths=(512, 768), head_dim=128),
+  'attention, compiled': attended({'cpu', 'gpu'}, 'compiled', num_slots=300, lengths=(0, 300), num_earlier=70),
+  'attention, compiled, no slots': attended({'cpu', 'gpu'}, 'compiled', num_slots=0, lengths=(0, 0)),
+  'attention, compiled, one query': attended(
+    {'cpu'}, 'compiled', num_slots=200, lengths=(200, 7), num_queries=1, head_dim=44
+  ),
+  'attention, compiled, a window, sinks': attended(
+    {'cpu', 'gpu'}, 'compiled', num_slots=200, lengths=(0, 150), head_dim=256, has_sinks=True,
+    oldest=[[-2, 0, 1, 3], [-1, 2, 140, 150]],
+  ),
+  'attention, too many queries': attended({'gpu'}, 'compiled', num_slots=9, lengths=(0, 7), num_queries=65),
 }  # fmt: skip
 
 
@@ -173,7 +183,7 @@ CASES = {
 def test_every_form_is_the_reference(name, monkeypatch):
   case, found = CASES[name], {}
   monkeypatch.setenv(cpu.VARIABLE, case.kernels)
-  if case.kernels == 'compiled' and cpu.ffi_name() is None:
+  if case.kernels == 'compiled' and cpu.library() is None:
     pytest.skip('no C++ compiler')
   module = importlib.import_module(getattr(case.reference, 'func', case.reference).__module__)
 

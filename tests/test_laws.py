@@ -552,6 +552,6 @@ def test_columns_are_at_least_what_costs_nothing(num_nodes, batch, wanted):
 
 
 def test_columns_that_devices_ask_for(monkeypatch):
-  monkeypatch.setattr(cpu, 'ffi_name', lambda: 'eagle_matmul')
+  monkeypatch.setattr(cpu, 'library', lambda: 'a digest')
   assert Columns.of() == Columns(any_until=16)
   assert (Columns.of('gpu'), Columns.of('tpu')) == (Columns(), Columns(least=8))

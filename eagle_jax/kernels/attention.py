@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.device import precision
-from eagle_jax.kernels import attention_gpu, attention_tpu
+from eagle_jax.kernels import attention_cpu, attention_gpu, attention_tpu
 from eagle_jax.kernels.dispatch import dispatch
 from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.layout import row_major
@@ -132,6 +132,17 @@ def attend_in_kernel(given: Operands, *, kernel: ModuleType) -> jax.Array:
   return on_each_device(kernel.attend, given[: len(axes)], axes)
 
 
+@jax.custom_jvp
+def attend_compiled(given: Operands) -> jax.Array:
+  """Attend by the kernel of `cpu.cc`."""
+  return attention_cpu.attend(*given)
+
+
+@attend_compiled.defjvp
+def _differentiate(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[jax.Array, jax.Array]:
+  return attend_compiled(*primals), jax.jvp(attend_apart, primals, tangents)[1]
+
+
 def attend_in_blocks(given: Operands) -> jax.Array:
   """Attend with at most `MAX_QUERIES` queries at a time."""
   T = given.queries.shape[3]
@@ -165,6 +176,7 @@ def attend(given: Operands) -> jax.Array:
   return dispatch(
     given,
     default=attend_apart,
+    cpu=attend_compiled if attention_cpu.is_supported(given.queries, given.keys) else None,
     gpu=attend_joined if num_queries > 1 else None,
     cuda=written_for(attention_gpu),
     tpu=written_for(attention_tpu),

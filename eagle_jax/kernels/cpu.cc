@@ -1,335 +1,15 @@
-// Products of weights, [out, in], and a few columns of activations, [in, columns], for XLA:CPU.
-//
-// Each weight is read from memory once, while all columns use it. Weights of 8 bits meet columns that are rounded to 16,
-// each block of kBlock inputs of a column in a unit of its own: their products are summed as integers, exactly. Floats
-// are summed in kLanes parts, part k of the inputs whose number is k modulo kLanes, and the parts are added in one fixed
-// order. So a column's result does not depend on how many columns stand beside it, to the last bit.
+// What XLA:CPU calls: kernels that the system's C++ compiler makes for the CPU at hand.
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <thread>
-#include <utility>
-#include <vector>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+#include "cpu_attention.h"
+#include "cpu_matmul.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
 
-namespace ffi = xla::ffi;
+using FloatBuffer = ffi::Buffer<ffi::F32>;
+using IntBuffer = ffi::Buffer<ffi::S32>;
 
-#if defined(__AVX512BW__)
-constexpr int kLanes = 16;
-constexpr int kMaxSums = 24;  // vectors that stay in registers, of 32
-#else
-constexpr int kLanes = 8;
-constexpr int kMaxSums = 12;  // of 16 with AVX2, of 16 pairs with NEON
-#endif
-
-constexpr int kMaxColumns = 64;  // that are multiplied together: bounds the memory that they are transposed to
-constexpr int kMaxBlockColumns = 8;
-constexpr int kMaxBlockRows = 8;
-constexpr size_t kBlock = 1024;          // inputs that share a unit: their sums fit 32 bits on every machine
-constexpr float kLargest = 32767;        // of 16 bits, to both sides
-constexpr size_t kChunkBytes = 1 << 16;  // of weights, that a thread takes at a time
-constexpr int kSpins = 4096;             // before a waiting thread lets others run
-
-using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
-using Ints = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t))));
-using Shorts = int16_t __attribute__((vector_size(2 * kLanes * sizeof(int16_t))));
-
-// Adds a product, rounded once where the machine can. Written out: GCC leaves it to the CPU's model and to the loop around
-// it whether `sum + a * b` is one operation, so that two shapes could round differently.
-inline void MultiplyAdd(Floats& sum, const Floats& a, const Floats& b) {
-#if defined(__AVX512BW__)
-  sum = Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
-#elif defined(__FMA__)
-  sum = Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(sum)));
-#else
-  sum += a * b;
-#endif
-}
-
-// The types that weights are multiplied in: `Input` is a column's, `Sum` holds kLanes sums, and `Vector` the kStep
-// numbers that are added to them at a time.
-template <typename Weight>
-struct Arithmetic;
-
-template <>
-struct Arithmetic<float> {
-  using Input = float;
-  using Vector = Floats;
-  using Sum = Floats;
-  static constexpr size_t kStep = kLanes;
-
-  static Vector Load(const float* from) {
-    Vector vector;
-    std::memcpy(&vector, from, sizeof vector);
-    return vector;
-  }
-  static void Add(Sum& sum, const Vector& w, const Vector& x) { MultiplyAdd(sum, w, x); }
-  static Floats ToFloats(const Sum& sum) { return sum; }
-};
-
-template <>
-struct Arithmetic<int8_t> {
-  using Input = int16_t;
-  using Vector = Shorts;
-  using Sum = Ints;
-  static constexpr size_t kStep = 2 * kLanes;
-
-  static Vector Load(const int16_t* from) {
-    Vector vector;
-    std::memcpy(&vector, from, sizeof vector);
-    return vector;
-  }
-  static Vector Load(const int8_t* from) {
-    using Bytes = int8_t __attribute__((vector_size(kStep)));
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(bytes, Vector);
-  }
-  static void Add(Sum& sum, const Vector& w, const Vector& x) {
-#if defined(__AVX512VNNI__)
-    sum = Sum(_mm512_dpwssd_epi32(__m512i(sum), __m512i(w), __m512i(x)));
-#elif defined(__AVX512BW__)
-    sum += Sum(_mm512_madd_epi16(__m512i(w), __m512i(x)));
-#elif defined(__AVX2__)
-    sum += Sum(_mm256_madd_epi16(__m256i(w), __m256i(x)));
-#else
-    using Half = int16_t __attribute__((vector_size(sizeof(Vector) / 2)));
-    Half w_halves[2], x_halves[2];
-    std::memcpy(w_halves, &w, sizeof w);
-    std::memcpy(x_halves, &x, sizeof x);
-    for (int h = 0; h < 2; ++h) sum += __builtin_convertvector(w_halves[h], Sum) * __builtin_convertvector(x_halves[h], Sum);
-#endif
-  }
-  static Floats ToFloats(const Sum& sum) { return __builtin_convertvector(sum, Floats); }
-};
-
-template <typename Weight>
-auto LoadPart(const Weight* from, size_t count) {
-  Weight padded[Arithmetic<Weight>::kStep] = {};
-  std::memcpy(padded, from, count * sizeof(Weight));
-  return Arithmetic<Weight>::Load(padded);
-}
-
-// Adds a vector's upper half to its lower half.
-template <typename Half, typename Whole>
-Half Fold(const Whole& whole) {
-  Half halves[2];
-  static_assert(sizeof halves == sizeof whole);
-  std::memcpy(halves, &whole, sizeof whole);
-  return halves[0] + halves[1];
-}
-
-using Floats8 = float __attribute__((vector_size(32)));
-using Floats4 = float __attribute__((vector_size(16)));
-using Floats2 = float __attribute__((vector_size(8)));
-
-inline float AddUp(const Floats& parts) {
-#if defined(__AVX512BW__)
-  const Floats2 two = Fold<Floats2>(Fold<Floats4>(Fold<Floats8>(parts)));
-#else
-  const Floats2 two = Fold<Floats2>(Fold<Floats4>(parts));
-#endif
-  return two[0] + two[1];
-}
-
-template <typename Weight>
-struct Product {
-  const Weight* weight;  // [rows, width]
-  size_t rows, width;
-  const typename Arithmetic<Weight>::Input* x;  // [columns, x_stride], zeros beyond the width
-  size_t x_stride;
-  const float* unit;  // [columns, blocks]
-  size_t block, blocks;  // inputs that share a unit, and how many times so many the width is
-  int columns;
-  float* y;  // [rows, y_stride]
-  size_t y_stride;
-};
-
-// Some rows times some columns, all sums of a block in registers.
-template <typename Weight, int kRows, int kColumns>
-void MultiplyBlock(const Product<Weight>& p, size_t row, int column) {
-  using A = Arithmetic<Weight>;
-  const Weight* weight = p.weight + row * p.width;
-  const auto* x = p.x + column * p.x_stride;
-  Floats total[kRows][kColumns] = {};
-  for (size_t b = 0; b < p.blocks; ++b) {
-    const size_t begin = b * p.block, end = std::min(begin + p.block, p.width);
-    typename A::Sum sum[kRows][kColumns] = {};
-    const auto add = [&](size_t i, const auto& load) {
-      typename A::Vector w[kRows];
-      for (int r = 0; r < kRows; ++r) {
-        __builtin_prefetch(weight + (kRows + r) * p.width + i);
-        w[r] = load(weight + r * p.width + i);
-      }
-      for (int c = 0; c < kColumns; ++c) {
-        const auto x_c = A::Load(x + c * p.x_stride + i);
-        for (int r = 0; r < kRows; ++r) A::Add(sum[r][c], w[r], x_c);
-      }
-    };
-    const size_t whole = end - (end - begin) % A::kStep;
-    for (size_t i = begin; i < whole; i += A::kStep) add(i, [](const Weight* from) { return A::Load(from); });
-    if (whole < end) add(whole, [&](const Weight* from) { return LoadPart(from, end - whole); });
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kColumns; ++c) {
-        MultiplyAdd(total[r][c], A::ToFloats(sum[r][c]), Floats{} + p.unit[(column + c) * p.blocks + b]);
-      }
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kColumns; ++c) p.y[(row + r) * p.y_stride + column + c] = AddUp(total[r][c]);
-  }
-}
-
-template <int kColumns>
-constexpr int BlockRows() {
-  return std::min(kMaxBlockRows, std::max(1, kMaxSums / kColumns));
-}
-
-// Rows `begin` to `end` times `kColumns` columns from `column` on.
-template <typename Weight, int kColumns>
-void MultiplyRows(const Product<Weight>& p, size_t begin, size_t end, int column) {
-  constexpr int kRows = BlockRows<kColumns>();
-  size_t row = begin;
-  for (; row + kRows <= end; row += kRows) MultiplyBlock<Weight, kRows, kColumns>(p, row, column);
-  for (; row < end; ++row) MultiplyBlock<Weight, 1, kColumns>(p, row, column);
-}
-
-template <typename Weight>
-using RowsFunction = void (*)(const Product<Weight>&, size_t, size_t, int);
-
-template <typename Weight, int... kCounts>
-constexpr auto RowsFunctions(std::integer_sequence<int, kCounts...>) {
-  return std::array<RowsFunction<Weight>, sizeof...(kCounts)>{MultiplyRows<Weight, kCounts + 1>...};
-}
-
-template <typename Weight>
-void MultiplyChunk(const Product<Weight>& p, size_t begin, size_t end) {
-  static constexpr auto kFunctions = RowsFunctions<Weight>(std::make_integer_sequence<int, kMaxBlockColumns>{});
-  const int blocks = (p.columns + kMaxBlockColumns - 1) / kMaxBlockColumns;
-  // A few rows at a time, so that the second block of columns finds them in the nearest cache.
-  const size_t few = blocks == 1 ? end - begin : 6;
-  for (size_t row = begin; row < end; row += few) {
-    int column = 0;
-    for (int block = 0; block < blocks; ++block) {
-      const int count = (p.columns - column) / (blocks - block);
-      kFunctions[count - 1](p, row, std::min(end, row + few), column);
-      column += count;
-    }
-  }
-}
-
-// What threads share. It outlives the call: a task may begin when all chunks are taken and the call has returned, and
-// then touches nothing else.
-struct Shared {
-  std::atomic<size_t> next{0}, done{0};
-};
-
-// Runs `chunk(0)` to `chunk(count - 1)`, here and on the pool's threads. Waits for chunks that a thread has begun, and
-// never for a task that none has.
-void InParallel(ffi::ThreadPool pool, size_t count, const std::function<void(size_t)>& chunk) {
-  const size_t helpers = std::min<size_t>(count, std::max<int64_t>(pool.num_threads(), 1)) - 1;
-  if (helpers == 0) {
-    for (size_t i = 0; i < count; ++i) chunk(i);
-    return;
-  }
-  const auto shared = std::make_shared<Shared>();
-  const auto work = [shared, count, &chunk] {
-    for (size_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      chunk(i);
-      shared->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  for (size_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
-  work();
-  for (int spin = 0; shared->done.load(std::memory_order_acquire) < count; ++spin) {
-    if (spin >= kSpins) std::this_thread::yield();
-  }
-}
-
-template <typename Weight>
-void Multiply(ffi::ThreadPool pool, const Product<Weight>& p) {
-  const size_t row_bytes = p.width * sizeof(Weight);
-  const size_t rows = std::max<size_t>(1, kChunkBytes / row_bytes / 24) * 24;
-  InParallel(pool, (p.rows + rows - 1) / rows, [&](size_t i) {
-    MultiplyChunk(p, i * rows, std::min(p.rows, (i + 1) * rows));
-  });
-}
-
-// Rounds a block of a column to 16 bits, and returns the unit. Of a block that holds infinities or NaN it is NaN.
-float Round(const float* x, size_t count, int16_t* rounded) {
-  float largest = 0, poison = 0;
-  for (size_t i = 0; i < count; ++i) {
-    largest = std::max(largest, std::abs(x[i]));
-    poison += x[i] * 0;
-  }
-  const float factor = largest > 1e-30f && poison == 0 ? kLargest / largest : 0;
-  for (size_t i = 0; i < count; ++i) rounded[i] = static_cast<int16_t>(factor == 0 ? 0 : std::nearbyint(x[i] * factor));
-  return largest / kLargest + poison;
-}
-
-// What one thread needs beside its results, kept from call to call.
-struct Scratch {
-  std::vector<Floats> x;  // aligned as vectors are
-  std::vector<Shorts> rounded;
-  std::vector<float> unit;
-};
-
-void MultiplyColumns(ffi::ThreadPool pool, const float* weight, Scratch& scratch, Product<float> p) {
-  scratch.unit.assign(p.columns, 1);
-  p.weight = weight, p.unit = scratch.unit.data(), p.block = p.width, p.blocks = 1;
-  Multiply(pool, p);
-}
-
-void MultiplyColumns(ffi::ThreadPool pool, const int8_t* weight, Scratch& scratch, const Product<float>& floats) {
-  const size_t blocks = (floats.width + kBlock - 1) / kBlock, steps = (floats.x_stride + 2 * kLanes - 1) / (2 * kLanes);
-  const size_t stride = steps * 2 * kLanes;
-  scratch.rounded.assign(steps * floats.columns, Shorts{});
-  scratch.unit.resize(blocks * floats.columns);
-  int16_t* rounded = reinterpret_cast<int16_t*>(scratch.rounded.data());
-  for (int c = 0; c < floats.columns; ++c) {
-    for (size_t b = 0; b < blocks; ++b) {
-      const size_t begin = b * kBlock, count = std::min(kBlock, floats.width - begin);
-      scratch.unit[c * blocks + b] = Round(floats.x + c * floats.x_stride + begin, count, rounded + c * stride + begin);
-    }
-  }
-  Multiply(pool, Product<int8_t>{weight, floats.rows, floats.width, rounded, stride, scratch.unit.data(), kBlock, blocks,
-                                 floats.columns, floats.y, floats.y_stride});
-}
-
-template <typename Weight>
-void MultiplyAll(ffi::ThreadPool pool, const void* weight, size_t rows, size_t width, const float* x, int columns,
-                 float* y) {
-  thread_local Scratch scratch;
-  const size_t vectors = (width + kLanes - 1) / kLanes, stride = vectors * kLanes;
-  for (int first = 0; first < columns; first += kMaxColumns) {
-    const int count = std::min(kMaxColumns, columns - first);
-    scratch.x.assign(vectors * count, Floats{});
-    float* transposed = reinterpret_cast<float*>(scratch.x.data());
-    for (size_t i = 0; i < width; ++i) {
-      for (int c = 0; c < count; ++c) transposed[c * stride + i] = x[i * columns + first + c];
-    }
-    Product<float> p{};
-    p.rows = rows, p.width = width, p.x = transposed, p.x_stride = stride, p.columns = count;
-    p.y = y + first, p.y_stride = columns;
-    MultiplyColumns(pool, static_cast<const Weight*>(weight), scratch, p);
-  }
-}
-
-ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
+ffi::Error HandleMatmul(ffi::ThreadPool pool, ffi::AnyBuffer weight, FloatBuffer x, ffi::ResultBuffer<ffi::F32> y) {
   const auto shape = x.dimensions();
   if (shape.size() != 2 || shape[0] < 1 || weight.dimensions().size() < 2 || weight.dimensions().back() != shape[0]) {
     return ffi::Error::InvalidArgument("needed are weights [..., in] and columns [in, columns]");
@@ -343,11 +23,49 @@ ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer weight, ffi::Buffer<ffi::
   return ffi::Error::Success();
 }
 
+ffi::Error HandleAttention(ffi::ThreadPool pool, FloatBuffer query, FloatBuffer new_key, FloatBuffer new_value,
+                           ffi::Buffer<ffi::PRED> mask, FloatBuffer key, FloatBuffer value, IntBuffer length,
+                           IntBuffer oldest, FloatBuffer sink, ffi::ResultBuffer<ffi::F32> out) {
+  const auto of_query = query.dimensions(), of_new = new_key.dimensions(), of_slots = key.dimensions();
+  if (of_query.size() != 5 || of_new.size() != 4 || of_slots.size() != 4) {
+    return ffi::Error::InvalidArgument("needed are queries [B, G, J, T, K] and keys [B, G, M, K] and [B, G, S, K]");
+  }
+  Attention a{};
+  a.batch = of_query[0], a.kv_heads = of_query[1], a.heads = of_query[2], a.tokens = of_query[3], a.width = of_query[4];
+  a.entries = of_new[2], a.slots = of_slots[2];
+  const size_t pairs = a.batch * a.kv_heads, of_keys = pairs * a.width;
+  if (new_key.element_count() != of_keys * a.entries || new_value.element_count() != of_keys * a.entries ||
+      key.element_count() != of_keys * a.slots || value.element_count() != of_keys * a.slots ||
+      mask.element_count() != a.batch * a.tokens * a.entries || length.element_count() != a.batch ||
+      oldest.element_count() != a.batch * a.tokens || sink.element_count() != a.kv_heads * a.heads) {
+    return ffi::Error::InvalidArgument("the operands of attention do not fit together");
+  }
+  a.query = query.typed_data(), a.new_key = new_key.typed_data(), a.new_value = new_value.typed_data();
+  a.mask = mask.typed_data(), a.key = key.typed_data(), a.value = value.typed_data(), a.length = length.typed_data();
+  a.oldest = oldest.typed_data(), a.sink = sink.typed_data(), a.out = out->typed_data();
+  Attend(pool, a);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(eagle_matmul, Handle,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eagle_matmul, HandleMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Arg<FloatBuffer>()
+                                  .Ret<FloatBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eagle_attention, HandleAttention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<IntBuffer>()
+                                  .Arg<IntBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Ret<FloatBuffer>());

@@ -1,8 +1,9 @@
-"""Products by kernels that the system's C++ compiler makes for the CPU at hand, from `cpu.cc`.
+"""Products and attention by kernels that the system's C++ compiler makes for the CPU at hand, from `cpu.cc`.
 
-XLA:CPU makes a product of a few columns in tiles, and has none of bytes and floats. These kernels read each weight
-once, as it is stored, and are called within XLA's programs, on its threads. They are compiled when first needed, into
-the cache folder. Where that cannot be done, XLA's own forms serve, and one log line says why.
+XLA:CPU makes a product of a few columns in tiles, and has none of bytes and floats. Its attention reads every slot of
+the cache, and slowly. These kernels read each weight and each committed entry once, as they are stored, and are called
+within XLA's programs, on its threads. They are compiled when first needed, into the cache folder. Where that cannot be
+done, XLA's own forms serve, and one log line says why.
 """
 
 import functools
@@ -14,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from eagle_jax.device import cpu_features, precision
 from eagle_jax.files import cache_folder, make_private, replacing
 from eagle_jax.sharding import num_devices
 
-SOURCE = Path(__file__).with_suffix('.cc')
+SOURCES = tuple(Path(__file__).with_name(name) for name in ('cpu.cc', 'cpu_attention.h', 'cpu_matmul.h'))
 VARIABLE = 'EAGLE_JAX_KERNELS'
 CHOICES = 'compiled', 'xla'
 COMPILERS = 'g++', 'clang++'
@@ -46,7 +48,7 @@ def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
   """
   is_few = weight_OI.dtype == x_IR.dtype == jnp.float32 and x_IR.shape[1] <= MAX_COLUMNS
   is_whole = jax.sharding.get_abstract_mesh().size <= 1
-  return (is_few or weight_OI.dtype == jnp.int8) and is_whole and ffi_name() is not None
+  return (is_few or weight_OI.dtype == jnp.int8) and is_whole and library() is not None
 
 
 def multiply(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
@@ -72,13 +74,26 @@ def _differentiate(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
   return _multiply_floats(weight_OI, x_IR), product(d_weight_OI, x_IR) + product(weight_OI, d_x_IR)
 
 
-def _call(weight_OI: jax.Array, x_IR: jax.Array, name: str | None = None) -> jax.Array:
-  result = jax.ShapeDtypeStruct((*weight_OI.shape[:-1], x_IR.shape[1]), jnp.float32)
-  return jax.ffi.ffi_call(name or str(ffi_name()), result)(weight_OI, x_IR.astype(jnp.float32))
+def _call(weight_OI: jax.Array, x_IR: jax.Array, digest: str | None = None) -> jax.Array:
+  shape = *weight_OI.shape[:-1], x_IR.shape[1]
+  return call('matmul', shape, weight_OI, x_IR.astype(jnp.float32), digest=digest)
 
 
-def ffi_name() -> str | None:
-  """Return the name that programs call the kernels by, which XLA then knows; None if XLA's own forms are to serve.
+def call(operation: str, shape: tuple[int, ...], *arrays: Any, digest: str | None = None) -> jax.Array:
+  """Call a kernel, whose result is of float32, in the program that is being traced.
+
+  Args:
+    operation: 'matmul' or 'attention'.
+    shape: of the result.
+    arrays: as `cpu.cc` takes them.
+    digest: of the library; default the one in use.
+  """
+  name = f'eagle_{operation}_{digest or library()}'
+  return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))(*arrays)
+
+
+def library() -> str | None:
+  """Return the digest of the kernels' library, which XLA then knows; None if XLA's own forms are to serve.
 
   Raises:
     ValueError: the environment variable names neither.
@@ -91,7 +106,7 @@ def ffi_name() -> str | None:
 
 def in_use(mesh: Mesh | None) -> str:
   """Return which of `CHOICES` multiplies on a mesh, or on the default device without one."""
-  return CHOICES[num_devices(mesh) > 1 or ffi_name() is None]
+  return CHOICES[num_devices(mesh) > 1 or library() is None]
 
 
 @functools.cache
@@ -99,17 +114,17 @@ def _registered() -> str | None:
   """Compile the kernels if they are not in the cache folder, and register and check them."""
   try:
     compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
-    name = f'eagle_matmul_{_digest(compiler)}'
-    path = make_private(cache_folder() / 'kernels') / f'{name}.so'
+    digest = _digest(compiler)
+    path = make_private(cache_folder() / 'kernels') / f'eagle_{digest}.so'
     if not path.exists():
       _compile(compiler, path)
-    _register(name, path)
-    return name
+    _register(digest, path)
+    return digest
   except StopIteration:
     reason = f'no C++ compiler is installed ({" or ".join(COMPILERS)})'
   except (OSError, ValueError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
     reason = str(error)
-  log.warning("CPU kernels are not used, XLA's own products are: %s", reason)
+  log.warning("CPU kernels are not used, XLA's own forms are: %s", reason)
   return None
 
 
@@ -117,7 +132,7 @@ def _digest(compiler: str) -> str:
   """Hash all that the machine code depends on."""
   says = subprocess.run([compiler, '--version'], capture_output=True, stdin=subprocess.DEVNULL, timeout=10, check=True)
   machine = platform.machine(), platform.processor(), cpu_features()
-  origin = SOURCE.read_text(encoding='utf-8'), says.stdout, FLAGS, machine, version('jaxlib')
+  origin = [path.read_text(encoding='utf-8') for path in SOURCES], says.stdout, FLAGS, machine, version('jaxlib')
   return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
 
 
@@ -129,7 +144,7 @@ def _compile(compiler: str, path: Path) -> None:
   """
   log.info('compiling CPU kernels ...')
   with replacing(path) as temporary, tempfile.TemporaryFile() as output:
-    command = [compiler, *FLAGS, '-isystem', jax.ffi.include_dir(), str(SOURCE), '-o', str(temporary)]
+    command = [compiler, *FLAGS, '-isystem', jax.ffi.include_dir(), str(SOURCES[0]), '-o', str(temporary)]
     # In a session of its own, for it starts processes that have to end with it.
     process = subprocess.Popen(
       command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -146,30 +161,62 @@ def _compile(compiler: str, path: Path) -> None:
       raise RuntimeError('\n'.join([f'{compiler} failed with exit status {code}', *lines]))
 
 
-def _register(name: str, path: Path) -> None:
-  """Make the library's kernels known to XLA, and compare their products with NumPy's.
+def _register(digest: str, path: Path) -> None:
+  """Make the library's kernels known to XLA, and compare what they compute with NumPy.
 
   Raises:
     OSError, AttributeError: it is no such library.
-    RuntimeError: a product is wrong.
+    RuntimeError: a product or attention is wrong.
   """
   import ctypes  # here, for most processes need no library
 
-  library = ctypes.CDLL(str(path))
-  jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.eagle_matmul), platform='cpu')
+  found = ctypes.CDLL(str(path))
+  for operation, kernel in (('matmul', found.eagle_matmul), ('attention', found.eagle_attention)):
+    jax.ffi.register_ffi_target(f'eagle_{operation}_{digest}', jax.ffi.pycapsule(kernel), platform='cpu')
+  with jax.ensure_compile_time_eval():  # not a part of the program that is being traced
+    for what in (*_wrong_products(digest), *_wrong_attention(digest)):
+      raise RuntimeError(f'{path} {what} wrongly; delete it, or report this')
+
+
+def _run(function: Callable, *arrays: Any) -> Any:
+  return jax.device_get(jax.jit(function).lower(*arrays).compile()(*arrays))
+
+
+def _wrong_products(digest: str) -> Iterator[str]:
+  """Say which products differ from NumPy's, or depend on the number of columns."""
   rng = np.random.default_rng(0)
   shape = 50, 2_123  # more than two of the blocks that share a unit, and no whole number of vectors
   weights = rng.standard_normal(shape, np.float32), rng.integers(-127, 128, shape, np.int8)
   x_IR, counts = rng.standard_normal((shape[1], 70), np.float32), (1, 2, 3, 4, 8, 11, 70)
 
   def products(weights: Any, x_IR: jax.Array) -> Any:
-    return [[_call(weight_OI, x_IR[:, :count], name) for count in counts] for weight_OI in weights]
+    return [[_call(weight_OI, x_IR[:, :count], digest) for count in counts] for weight_OI in weights]
 
-  with jax.ensure_compile_time_eval():  # not a part of the program that is being traced
-    found = jax.device_get(jax.jit(products).lower(weights, x_IR).compile()(weights, x_IR))
-  for weight_OI, by_count in zip(weights, found, strict=True):
+  for weight_OI, by_count in zip(weights, _run(products, weights, x_IR), strict=True):
     exact_OR = weight_OI.astype(np.float64) @ x_IR
     for count, y_OR in zip(counts, by_count, strict=True):
       is_near = np.abs(y_OR - exact_OR[:, :count]).max() < 1e-4 * np.abs(exact_OR).max()
       if not is_near or (y_OR != by_count[-1][:, :count]).any():
-        raise RuntimeError(f'{path} multiplies {weight_OI.dtype} by {count} columns wrongly; delete it, or report this')
+        yield f'multiplies {weight_OI.dtype} by {count} columns'
+
+
+def _wrong_attention(digest: str) -> Iterator[str]:
+  """Say so if attention differs from NumPy's; see `kernels.attention.Operands`."""
+  rng = np.random.default_rng(0)
+  B, G, J, T, M, S, K = 2, 1, 2, 3, 5, 320, 44
+  shapes = (B, G, J, T, K), (B, G, M, K), (B, G, M, K), (B, G, S, K), (B, G, S, K)
+  queries, new_keys, new_values, keys, values = (rng.standard_normal(shape, np.float32) for shape in shapes)
+  mask_BTM, sinks_GJ = np.tri(T, M, 2, dtype=bool)[None].repeat(B, axis=0), np.ones((G, J), np.float32)
+  length_B, oldest_BT = np.asarray([70, 300], np.int32), np.asarray([[0, 9, 0], [-2, 0, 200]], np.int32)
+  arrays = queries, new_keys, new_values, mask_BTM, keys, values, length_B, oldest_BT, sinks_GJ
+  found = _run(functools.partial(call, 'attention', queries.shape, digest=digest), *arrays)
+
+  slot_S = np.arange(S)
+  slots_BTS = (slot_S < length_B[:, None, None]) & (slot_S >= oldest_BT[..., None])
+  sees_BTN = np.concatenate([slots_BTS, mask_BTM], axis=2)[:, None, None]
+  keys_BGNK, values_BGNK = np.concatenate([keys, new_keys], axis=2), np.concatenate([values, new_values], axis=2)
+  weight_BGJTN = np.exp(np.einsum('bgjtk,bgnk->bgjtn', queries, keys_BGNK, dtype=np.float64) / K**0.5) * sees_BTN
+  total_BGJT1 = weight_BGJTN.sum(-1, keepdims=True) + np.exp(sinks_GJ)[..., None, None]
+  exact = np.einsum('bgjtn,bgnk->bgjtk', weight_BGJTN / total_BGJT1, values_BGNK)
+  if not np.abs(found - exact).max() < 1e-5:
+    yield 'attends'

@@ -23,7 +23,7 @@ class Columns:
     """
     if (platform or jax.default_backend()) == 'tpu':
       return cls(least=8)
-    return cls(any_until=cpu.MAX_COLUMNS if platform is None and cpu.ffi_name() else 0)
+    return cls(any_until=cpu.MAX_COLUMNS if platform is None and cpu.library() else 0)
 
   def per_sequence(self, num_nodes: int, batch: int) -> int:
     """Count the columns that a target pass has for each sequence: one a node, and where it pays a few unused ones more.

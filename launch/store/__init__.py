@@ -73,7 +73,7 @@ class ProgramFolder:
     (device,) = devices
     path = self._folder / f'{name}-{hashlib.sha256(repr((device.id, key)).encode()).hexdigest()[:32]}'
     flags = [os.environ.get(name) for name in _FLAGS]
-    kernels = cpu.ffi_name()  # which a program that calls them can be read with only if XLA knows them
+    kernels = cpu.library()  # which a program that calls them can be read with only if XLA knows them
     machine = ran_on(), device.client.platform_version, cpu_features(), kernels
     return Place(path, repr((source_digest(), machine, sorted(settings.items()), flags)), device)
 
