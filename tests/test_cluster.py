@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from eagle_jax.weights import naming
 from tiny_files import TINY, byte_metadata, random_tensors, write_gguf
 
@@ -144,10 +145,9 @@ def test_the_slurm_script_decodes_with_two_processes(tmp_path):
   programs.mkdir()
   (programs / 'srun').write_text(SRUN, encoding='utf-8')
   flags = ['--drafter=', '--prompt=abc', '--max_new_tokens=8', '--json', f'--target={byte_level_target(tmp_path, 128)}']
-  alone = subprocess.run(
-    [sys.executable, 'launch/generate.py', *flags], capture_output=True, text=True, cwd=ROOT, check=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'}, timeout=600,
-  )  # fmt: skip
+  with forked.start(ROOT / 'launch' / 'generate.py', *flags) as process:
+    alone = process.completed()
+  assert alone.returncode == 0, alone.stderr
   together = run_script(
     'slurm.sh', 'launch/generate.py', *flags, '--num_model=2', folder=programs, PYTHON=sys.executable,
     SLURM_JOB_ID=free_job(),

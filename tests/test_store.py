@@ -156,10 +156,12 @@ from store import ProgramFolder
 
 logging.basicConfig(level=logging.INFO)
 use_store(ProgramFolder(sys.argv[1]))
-how = {'policy': Chain(3, lookup=True), 'max_new_tokens': 40, 'temperature': float(sys.argv[2])}
-out = decode.generate(tiny.target(), tiny.drafter(), [[1, 2, 3]], **how)
-stream = decode.stream(tiny.target(), tiny.drafter(), [1, 2, 3], **how)
-print(json.dumps([out.tokens, [[token for chunk in stream for token in chunk.tokens]], stream.stats['tau']]))
+pair, found = (tiny.target(), tiny.drafter()), []
+for temperature in map(float, sys.argv[2:]):
+  how = {'policy': Chain(3, lookup=True), 'max_new_tokens': 40, 'temperature': temperature}
+  out, stream = decode.generate(*pair, [[1, 2, 3]], **how), decode.stream(*pair, [1, 2, 3], **how)
+  found.append([out.tokens, [[token for chunk in stream for token in chunk.tokens]], stream.stats['tau']])
+print(json.dumps(found))
 """
 
 
@@ -168,24 +170,23 @@ def test_a_process_finds_what_another_compiled(tmp_path):
   """Draft, target pass and commit, with a donated state; without the flags of this suite, for XLA:CPU cannot write
   unoptimised sorts."""
 
-  def run(temperature):
+  def run(*temperatures):
     environment = os.environ | {
       'XLA_FLAGS': '',
       'JAX_PLATFORMS': 'cpu',
       'JAX_COMPILATION_CACHE_DIR': '',
       'PYTHONPATH': f'{TESTS}:{TESTS.parent / "launch"}',
     }
-    command = [sys.executable, '-c', ONE_TEXT, str(tmp_path), str(temperature)]
+    command = [sys.executable, '-c', ONE_TEXT, str(tmp_path), *map(str, temperatures)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
     return json.loads(done.stdout), done.stderr
 
-  (tokens, streamed, tau), log = run(0)
+  ((tokens, streamed, tau),), log = run(0)
   assert [log.count(f'{verb} {name}') for verb in ('compiling', 'reading') for name in NAMES] == [1, 1, 1, 0, 0, 0]
   assert tokens == streamed == decode.generate(tiny.target(), None, [[1, 2, 3]], max_new_tokens=40).tokens
-  found, log = run(0)
+  ((sampled, streamed, _), found), log = run(1, 0)
   assert [log.count(f'{verb} {name}') for verb in ('compiling', 'reading') for name in NAMES] == [0, 0, 0, 1, 1, 1]
-  assert found == [tokens, streamed, tau]
-  (sampled, streamed, _), log = run(1)
   assert 'compiling' not in log
+  assert found == [tokens, tokens, tau]
   assert sampled == streamed
   assert sampled == decode.generate(tiny.target(), None, [[1, 2, 3]], max_new_tokens=40, temperature=1.0).tokens
