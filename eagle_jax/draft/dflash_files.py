@@ -9,6 +9,7 @@ from eagle_jax.draft.dflash import DFlashConfig
 from eagle_jax.draft.heads import (
   SPECULATORS,
   inputs_after,
+  is_kind,
   layer_fields,
   require_architecture,
   require_value,
@@ -53,12 +54,11 @@ def read_dflash(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   Raises:
     ValueError: a key that would change the network in a way that is not supported, an unknown one, a missing one.
   """
-  kind = content.get(SPECULATORS)
-  if kind != 'dflash' if kind is not None else 'dflash' not in str(content.get('architectures')).lower():
+  if not is_kind(content, 'dflash'):
     return None
   keys = Keys(content)
   require_architecture(folder, keys, {'DFlashDraftModel', 'DFlashSpeculator'})
-  config = DFlashConfig(**block_fields(folder, keys, target, may_have_head=kind is not None))
+  config = DFlashConfig(**block_fields(folder, keys, target, may_have_head=SPECULATORS in keys))
   keys.require_known(folder, 'a drafter that cannot be drafted with')
   return config
 

@@ -18,7 +18,7 @@ from eagle_jax.config import TargetConfig, require
 from eagle_jax.draft.dflash import DFlash, DFlashConfig
 from eagle_jax.draft.dflash_files import block_fields, dflash_table
 from eagle_jax.draft.expand import Children, likeliest
-from eagle_jax.draft.heads import SPECULATORS, require_architecture, require_value
+from eagle_jax.draft.heads import SPECULATORS, is_kind, require_architecture, require_value
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import Evidence
 from eagle_jax.draft.one_pass import grow_levels
@@ -103,22 +103,21 @@ def read_dspark(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   Raises:
     ValueError: a key that would change the network in a way that is not supported, an unknown one, a missing one.
   """
-  kind = content.get(SPECULATORS)
-  if kind != 'dspark' if kind is not None else 'dspark' not in str(content.get('architectures')).lower():
+  if not is_kind(content, 'dspark'):
     return None
   keys = Keys(content)
-  rank = int(keys.get('markov_rank', 0))
-  known = {'DSparkSpeculator', 'DSparkDraftModel'} if kind else {'Qwen3DSparkModel'}
+  rank, is_speculators = int(keys.get('markov_rank', 0)), SPECULATORS in keys
+  known = {'DSparkSpeculator', 'DSparkDraftModel'} if is_speculators else {'Qwen3DSparkModel'}
   require_architecture(folder, keys, known)
   require_value(folder, keys, 'markov_head_type', ('vanilla',), 'the correction would read more than the token')
   for name in _MEANINGLESS:
     keys.get(name)
-  if kind and 'sample_from_anchor' not in keys:
+  if is_speculators and 'sample_from_anchor' not in keys:
     raise ValueError(
       f'{folder}/config.json lacks sample_from_anchor, which vLLM takes for false and speculators for true: add it.'
     )
   fields = block_fields(folder, keys, target, may_have_head=True)
-  if not kind:
+  if not is_speculators:
     fields['is_shifted'] = True
   config = DSparkConfig(**fields, rank=rank) if rank else DFlashConfig(**fields)
   keys.require_known(folder, 'a drafter that cannot be drafted with')

@@ -43,20 +43,25 @@ EAGLE3_ARCHITECTURES = frozenset({
 _DEEPSPEC = 'Qwen3Eagle3Model'
 
 
+def is_kind(content: Mapping[str, Any], kind: str) -> bool:
+  """Return whether a config.json names this kind of drafter: as speculators do, or in its architecture."""
+  if (named := content.get(SPECULATORS)) is not None:
+    return named == kind
+  return kind in str(content.get('architectures')).lower()
+
+
 def is_p_eagle(content: Mapping[str, Any]) -> bool:
   """Return whether a config.json is that of a P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass."""
-  if (kind := content.get(SPECULATORS)) is not None:
-    return kind == 'peagle'
-  return content.get('parallel_drafting') is True or 'peagle' in str(content.get('architectures')).lower()
+  return is_kind(content, 'peagle') or (content.get(SPECULATORS) is None and content.get('parallel_drafting') is True)
 
 
 def _is_eagle3(content: Mapping[str, Any]) -> bool:
-  if (kind := content.get(SPECULATORS)) is not None:
-    return kind == 'eagle3'
-  if content.get('model_type') == 'eagle':
-    return False
-  is_named = 'eagle3' in str(content.get('architectures')).lower()
-  return is_named or any(content.get(name) is not None for name in ('draft_vocab_size', 'truncated_vocab_size'))
+  if content.get(SPECULATORS) is None:
+    if content.get('model_type') == 'eagle':
+      return False
+    if any(content.get(name) is not None for name in ('draft_vocab_size', 'truncated_vocab_size')):
+      return True
+  return is_kind(content, 'eagle3')
 
 
 def require_architecture(folder: Path, keys: Keys, known: Collection[str]) -> None:
