@@ -112,6 +112,13 @@ def test_a_drafter_that_is_pickled_alone(server, tmp_path):
   assert server.sent.count('pytorch_model.bin') == 1
 
 
+@pytest.mark.parametrize('file', ['peagle_config.json', 'mask_embedding.pt'])
+def test_files_without_which_a_drafter_is_read_wrongly(server, file):
+  """Some writers put what config.json lacks into a file beside it."""
+  server.add('org/head', {'config.json': b'{}', file: b'{}'})
+  assert (huggingface.fetch_descriptions('org/head') / file).is_file()
+
+
 def test_what_no_model_of_ours_is(server):
   """Each is found out before weights are fetched."""
   weights = {'model.safetensors': b'never read'}

@@ -18,6 +18,7 @@ _DESCRIPTIONS = (
   'config.json', 'generation_config.json', 'adapter_config.json', 'hf_quant_config.json', 'draft_vocabulary.json',
   'tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
   'vocab.json', 'merges.txt', 'chat_template.jinja', 'chat_template.json', 'model.safetensors.index.json',
+  'peagle_config.json', 'mask_embedding.pt',  # of drafters, which are read wrongly without them
 )  # fmt: skip
 
 
