@@ -51,8 +51,14 @@ def is_kind(content: Mapping[str, Any], kind: str) -> bool:
 
 
 def is_p_eagle(content: Mapping[str, Any]) -> bool:
-  """Return whether a config.json is that of a P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass."""
-  return is_kind(content, 'peagle') or (content.get(SPECULATORS) is None and content.get('parallel_drafting') is True)
+  """Return whether a config.json is that of a P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass.
+
+  Amazon's say so only by a name of the mask token, which vLLM reads of no other head.
+  """
+  if content.get(SPECULATORS) is not None or is_kind(content, 'peagle'):
+    return is_kind(content, 'peagle')
+  names_mask = any(content.get(name) is not None for name in ('pard_token', 'ptd_token_id'))
+  return content.get('parallel_drafting') is True or (names_mask and _is_eagle3(content))
 
 
 def _is_eagle3(content: Mapping[str, Any]) -> bool:
@@ -257,9 +263,9 @@ def _eagle3_layers(
   if SPECULATORS in keys:
     layer = speculators_layer(folder, keys, is_one=is_one)
     return layer, windows_of(folder, layer, int(layer['num_hidden_layers']))
-  if is_midlayer:  # its writers copy these keys from the target, and have one layer without a window or biases
+  if is_midlayer:  # its writers copy these keys from the target; windows and biases they have none
     _read_past(keys, keys, (*_WINDOW, 'num_hidden_layers', 'attention_bias', 'mlp_bias'))
-    return keys, (None,)
+    return keys, (None,) * (1 if is_one else int(keys.get('num_hidden_layers', 1)))
   if is_deepspec:  # which copies the target's keys too, and never has a window
     _read_past(keys, keys, _WINDOW)
   else:

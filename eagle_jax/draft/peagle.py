@@ -19,13 +19,14 @@ from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import Eagle3Config, TargetConfig, require
 from eagle_jax.draft.eagle import EagleState
 from eagle_jax.draft.eagle3 import Eagle3
-from eagle_jax.draft.heads import EAGLE3_ARCHITECTURES, eagle3_fields, is_p_eagle, require_architecture
+from eagle_jax.draft.heads import EAGLE3_ARCHITECTURES, SPECULATORS, eagle3_fields, is_p_eagle, require_architecture
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.one_pass import Depths, See, run_layers, score_depths
 from eagle_jax.draft.tables import eagle3_table, layer_entries
 from eagle_jax.models.layers import DecoderLayer, Rotation, no_attention
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import Candidates
+from eagle_jax.weights.folder import read_json
 from eagle_jax.weights.layouts import Keys
 from eagle_jax.weights.naming import Entry, Table
 
@@ -127,7 +128,7 @@ def read_peagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   """
   if not is_p_eagle(content):
     return None
-  keys = Keys(content)
+  keys = Keys(_completed(folder, content))
   keys.get('parallel_drafting'), keys.get('norm_output')  # which nothing reads, since no output is read again
   masks = {name: keys[name] for name in _MASK_NAMES if name in keys}
   if len({int(token) for token in masks.values()}) != 1:
@@ -141,3 +142,22 @@ def read_peagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   config = PEagleConfig(**fields, window=window, later_windows=tuple(later), mask_token_id=mask_token_id)
   keys.require_known(folder, 'a head that cannot be drafted with')
   return config
+
+
+def _completed(folder: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Return a config.json with what SpecForge tells of the network in a file beside it, if at all."""
+  if SPECULATORS in content:
+    return content
+  path, names = folder / 'peagle_config.json', ('mask_token_id', 'norm_before_residual')
+  written = read_json(path) if path.is_file() else {}
+  beside = {name: written[name] for name in names if written.get(name) is not None}
+  content = {name: value for name, value in content.items() if value is not None}
+  if wrong := [name for name in beside.keys() & content.keys() if beside[name] != content[name]]:
+    raise ValueError(f'{folder}: config.json and {path.name} contradict each other: {wrong}.')
+  content = beside | content
+  if 'PEagleDraftModel' in content.get('architectures', []) and 'norm_before_residual' not in content:
+    raise ValueError(
+      f'{folder}/config.json lacks norm_before_residual, which SpecForge writes into {path.name} or nowhere: add what '
+      'the head was trained with.'
+    )
+  return content

@@ -150,6 +150,14 @@ AUTOMODEL = CONFIG | {
   'architectures': ['LlamaEagle3DraftModel'], 'parallel_drafting': True, 'mask_token_id': MASK, 'num_depths': 8,
   'draft_vocab_size': U, 'fc_norm': True, 'num_aux_hidden_states': 3, 'down_sample_ratio': 0.7,
 }  # fmt: skip
+AMAZON = CONFIG | {
+  'architectures': ['LlamaForCausalLMEagle3'], 'ptd_token_id': MASK, 'num_hidden_layers': 3, 'draft_vocab_size': U,
+  'attention_bias': True, 'sliding_window': 128,
+}  # fmt: skip
+SPECFORGE = CONFIG | {
+  'architectures': ['PEagleDraftModel'], 'num_hidden_layers': 2, 'draft_vocab_size': U, 'mask_token_id': MASK,
+  'norm_before_residual': True,
+}  # fmt: skip
 FORMS = {
   'speculators': (
     SPECULATORS,
@@ -157,18 +165,24 @@ FORMS = {
     Switches(norm_before_residual=True, norm_before_fc=True), (3,), (1, 3, 6),
   ),
   'vLLM': (VLLM, {'num_later': 2}, Switches(), (None, None), (2, 3, 3)),
+  'Amazon': (AMAZON, {'num_later': 2}, Switches(), (None, None), (2, 3, 3)),
+  'SpecForge': (SPECFORGE, {'num_later': 1}, Switches(norm_before_residual=True), (None,), (2, 3, 3)),
   'AutoModel': (
     AUTOMODEL, {'more': {f'fc_norm.{tap}.weight': (D,) for tap in range(3)}}, Switches(fc_norm=True), (), (2, 3, 3),
   ),
 }  # fmt: skip
+
+SPELLINGS = {  # where they are not ours
+  'AutoModel': lambda tensor: tensor if 'lm_head' in tensor else f'model.{tensor}',
+  'Amazon': lambda tensor: tensor.replace('layers.0.', 'midlayer.'),
+}
 
 
 @pytest.mark.parametrize('name', FORMS)
 def test_p_eagle_heads(target, tmp_path, name):
   content, how, switches, later, taps = FORMS[name]
   w = p_eagle_weights(**how)
-  prefix = 'model.' if name == 'AutoModel' else ''
-  drafter = load(tmp_path, target, content, w, lambda tensor: tensor if 'lm_head' in tensor else prefix + tensor)
+  drafter = load(tmp_path, target, content, w, SPELLINGS.get(name, str))
   assert drafter.config.tapped_layers(N) == taps
   assert len(drafter.config.later_windows) == len(later)
   residual = told((3, D, 1, len(TOKENS)))
@@ -194,6 +208,7 @@ LAYER = 'transformer_layer_config.'
     (VLLM, 'architectures', ['PEagleOfAnotherDay'], 'architectures'),
     (VLLM, 'eagle_config.use_aux_hidden_state', False, 'taps'),
     (AUTOMODEL, 'bias', True, r'fc\.bias: missing'),
+    (SPECFORGE, 'norm_before_residual', None, r'norm_before_residual, which SpecForge writes into peagle_config\.json'),
   ],
   ids=lambda x: x if isinstance(x, str) else '',
 )
@@ -201,6 +216,16 @@ def test_what_a_p_eagle_head_must_not_say(target, tmp_path, content, path, value
   how = next(how for one, how, *_ in FORMS.values() if one is content)
   with pytest.raises(ValueError, match=message):
     load(tmp_path, target, changed(content, path, value), p_eagle_weights(**how))
+
+
+def test_what_specforge_says_beside_the_config_of_a_p_eagle_head(target, tmp_path):
+  beside = {name: SPECFORGE[name] for name in ('mask_token_id', 'norm_before_residual')}
+  content, w = {name: value for name, value in SPECFORGE.items() if name not in beside}, p_eagle_weights(num_later=1)
+  (tmp_path / 'peagle_config.json').write_text(json.dumps(beside | {'num_depths': 8, 'num_draft_layers': 2}))
+  config = load(tmp_path, target, content, w).config
+  assert (config.mask_token_id, config.norm_before_residual) == (MASK, True)
+  with pytest.raises(ValueError, match=r"contradict each other: \['norm_before_residual'\]"):
+    load(tmp_path, target, content | {'norm_before_residual': False}, w)
 
 
 # DFlash.
