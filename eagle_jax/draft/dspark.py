@@ -112,13 +112,9 @@ def read_dspark(folder: Path, content: Mapping[str, Any], target: TargetConfig) 
   require_value(folder, keys, 'markov_head_type', ('vanilla',), 'the correction would read more than the token')
   for name in _MEANINGLESS:
     keys.get(name)
-  if is_speculators and 'sample_from_anchor' not in keys:
-    raise ValueError(
-      f'{folder}/config.json lacks sample_from_anchor, which vLLM takes for false and speculators for true: add it.'
-    )
   fields = block_fields(folder, keys, target, may_have_head=True)
-  if not is_speculators:
-    fields['is_shifted'] = True
+  # Before speculators had this key, no place of theirs predicted the token after its own.
+  fields['is_shifted'] = keys.flag('sample_from_anchor', not is_speculators)
   config = DSparkConfig(**fields, rank=rank) if rank else DFlashConfig(**fields)
   keys.require_known(folder, 'a drafter that cannot be drafted with')
   return config

@@ -410,6 +410,11 @@ def test_dspark_blocks(target, tmp_path):
   check_chain(target, drafter, w, residual, out[:DEPTHS] @ w['lm_head.weight'].T)
 
 
+def test_a_dspark_block_that_says_that_places_predict_their_own_tokens(target, tmp_path):
+  drafter = load(tmp_path, target, changed(DEEPSPEC, 'sample_from_anchor', False), dspark_weights())
+  assert (drafter.config.is_shifted, drafter.config.max_depth) == (False, BLOCK - 1)
+
+
 def test_a_dspark_of_rank_0_is_a_dflash_block(target, tmp_path):
   w = {name: x for name, x in dspark_weights().items() if '_head.m' not in name and 'confidence' not in name}
   content = changed(DEEPSPEC, 'markov_rank', 0)
@@ -418,21 +423,24 @@ def test_a_dspark_of_rank_0_is_a_dflash_block(target, tmp_path):
   assert drafter.config.max_depth == BLOCK
 
 
-def test_dspark_blocks_of_speculators(target, tmp_path):
-  """A draft vocabulary: the token that corrects is one of the target's ids, what it corrects are drafted ones."""
+@pytest.mark.parametrize('is_shifted', [True, None])
+def test_dspark_blocks_of_speculators(target, tmp_path, is_shifted):
+  """A draft vocabulary: the token that corrects is one of the target's ids, what it corrects are drafted ones.
+
+  Files older than `sample_from_anchor` are of drafters whose places predict their own tokens.
+  """
   content = SPECULATORS_BLOCK | {
     'architectures': ['DSparkSpeculator'], 'speculators_model_type': 'dspark', 'markov_rank': RANK,
     'markov_head_type': 'vanilla', 'enable_confidence_head': False, 'confidence_head_alpha': 0.0, 'num_anchors': 256,
+    'sample_from_anchor': is_shifted,
   }  # fmt: skip
   markov = weights({'markov_head.markov_w1.weight': (V, RANK), 'markov_head.markov_w2.weight': (U, RANK)})
-  w = of_speculators() | markov
+  w, first = of_speculators() | markov, 0 if is_shifted else 1
   drafter, embed = load(tmp_path, target, content, w), torch.tensor(np.asarray(target.params['embed']['weight']))
-  assert (drafter.config.rank, drafter.config.num_ids, drafter.config.max_depth) == (RANK, U, BLOCK)
+  assert (drafter.config.rank, drafter.config.num_ids, drafter.config.max_depth) == (RANK, U, BLOCK - first)
   residual = told((2, D, 1, CONTEXT))
-  out = block_outputs(w, embed, residual, [(6, False)])
-  check_chain(target, drafter, w, residual, out[:DEPTHS] @ w['lm_head.weight'].T)
-  with pytest.raises(ValueError, match='sample_from_anchor'):
-    load(tmp_path, target, changed(content, 'sample_from_anchor', None), w)
+  out = block_outputs(w, embed, residual, [(6, False)])[first : first + DEPTHS]
+  check_chain(target, drafter, w, residual, out @ w['lm_head.weight'].T)
 
 
 @pytest.mark.parametrize(
