@@ -27,7 +27,8 @@ _MEANINGLESS = (
   'pure_draft_prefix_len', 'emb_dim', 'gru_hidden_dim', 'lambda_base_start', 'lambda_base_decay_ratio', 'auf',
 )  # fmt: skip
 _OTHERWISE = {
-  'projector_type': (('dflash',), 'Domino corrects what a block says'),
+  'projector_type': (('dflash',), 'Domino and DSpark correct what a block says'),
+  'attention_mode': (('gqa', 'mha'), 'the layers would be others'),  # SpecForge's names of ordinary attention
   'shift_label': ((False,), 'which token a place predicts'),
   'draft_shift': ((False,), 'which token a place predicts'),
   'use_swa': ((False,), 'how far attention sees'),
@@ -136,12 +137,16 @@ def _of_z_lab(folder: Path, keys: Keys, nested: Keys, target: TargetConfig) -> d
   _require_all(folder, given | {'num_hidden_layers': keys.get('num_hidden_layers')})
   num_target, num_layers = target.num_layers, int(keys['num_hidden_layers'])
   require_value(folder, keys, 'num_target_layers', (num_target,), f'the target has {num_target} layers')
-  nested.get('swa_window_size')
-  usual = [num_target // 2] if num_layers == 1 else None
-  usual = usual or [round(1 + index * (num_target - 4) / (num_layers - 1)) for index in range(num_layers)]
+  if num_layers > 1:
+    usual = [round(1 + index * (num_target - 4) / (num_layers - 1)) for index in range(num_layers)]
+  else:
+    usual = [num_target // 2]
   windows = windows_of(folder, keys, num_layers)
   if any(windows) and keys.get('use_sliding_window') is not True:
     raise ValueError(f'{folder}: layer_types {keys["layer_types"]} need use_sliding_window true, or no layer has one.')
+  if any(windows):  # vLLM takes this window, z-lab and SGLang take the other
+    same_everywhere(folder, 'sliding_window', keys, nested, 'swa_window_size')
+  nested.get('swa_window_size')
   places = (keys, 'is_causal'), (nested, 'causal'), (nested, 'causal_head')
   said = {name: place.flag(name) for place, name in places if name in place}
   if len({*said.values()}) > 1:

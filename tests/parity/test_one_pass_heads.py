@@ -291,7 +291,7 @@ Z_LAB = QWEN3 | {
   'layer_types': ['full_attention', 'sliding_attention'], 'sliding_window': 5, 'use_sliding_window': True,
   'dflash_config': {
     'mask_token_id': MASK, 'target_layer_ids': [0, 2, 4], 'projector_type': 'dflash', 'use_swa': False,
-    'input_embedding_scale': 2.0, 'final_logit_softcapping': 3.0,
+    'attention_mode': 'gqa', 'input_embedding_scale': 2.0, 'final_logit_softcapping': 3.0,
   },
 }  # fmt: skip
 JETSPEC = QWEN3 | {
@@ -335,6 +335,8 @@ def test_dflash_blocks(target, tmp_path, name):
     ('z-lab', 'dflash_config.projector_type', 'domino', 'Domino'),
     ('z-lab', 'dflash_config.brand_new_switch', 1, r'dflash_config\.brand_new_switch'),
     ('z-lab', 'dflash_config.use_swa', True, 'use_swa'),
+    ('z-lab', 'dflash_config.swa_window_size', 4, 'contradicts itself'),
+    ('z-lab', 'dflash_config.attention_mode', 'mla', 'attention_mode'),
     ('z-lab', 'dflash_config.output_multiplier', 2.0, 'output_multiplier'),
     ('z-lab', 'dflash_config.target_layer_ids', [0, 5], 'target_layer_ids'),
     ('z-lab', 'dflash_config.target_hidden_size', 64, 'target_hidden_size'),
