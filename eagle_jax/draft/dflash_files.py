@@ -31,7 +31,6 @@ _OTHERWISE = {
   'attention_mode': (('gqa', 'mha'), 'the layers would be others'),  # SpecForge's names of ordinary attention
   'shift_label': ((False,), 'which token a place predicts'),
   'draft_shift': ((False,), 'which token a place predicts'),
-  'use_swa': ((False,), 'how far attention sees'),
   'output_multiplier': ((1,), 'the logits'),
 }
 
@@ -141,12 +140,7 @@ def _of_z_lab(folder: Path, keys: Keys, nested: Keys, target: TargetConfig) -> d
     usual = [round(1 + index * (num_target - 4) / (num_layers - 1)) for index in range(num_layers)]
   else:
     usual = [num_target // 2]
-  windows = windows_of(folder, keys, num_layers)
-  if any(windows) and keys.get('use_sliding_window') is not True:
-    raise ValueError(f'{folder}: layer_types {keys["layer_types"]} need use_sliding_window true, or no layer has one.')
-  if any(windows):  # vLLM takes this window, z-lab and SGLang take the other
-    same_everywhere(folder, 'sliding_window', keys, nested, 'swa_window_size')
-  nested.get('swa_window_size')
+  windows, causal = _windows(folder, keys, nested, num_layers)
   places = (keys, 'is_causal'), (nested, 'causal'), (nested, 'causal_head')
   said = {name: place.flag(name) for place, name in places if name in place}
   if len({*said.values()}) > 1:
@@ -161,7 +155,25 @@ def _of_z_lab(folder: Path, keys: Keys, nested: Keys, target: TargetConfig) -> d
     'block_size': int(given['block_size']),
     'mask_token_id': int(given['mask_token_id']),
     'windows': windows,
-    'causal': (*said.values(),)[:1] * num_layers if said else tuple(window is not None for window in windows),
+    'causal': (*said.values(),)[:1] * num_layers if said else causal,
     'embedding_scale': 1.0 if scale is None else float(scale),
     'logit_cap': float(cap) if cap else None,
   }
+
+
+def _windows(
+  folder: Path, keys: Keys, nested: Keys, num_layers: int
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+  """Return how many positions each layer sees, and whether it is causal if no key says so."""
+  windows, size = windows_of(folder, keys, num_layers), nested.get('swa_window_size')
+  if nested.flag('use_swa'):  # Model-Optimizer and vLLM: all layers have a window, and `layer_types` says nothing of it
+    if any(windows) or size is None:
+      raise ValueError(f'{folder}: use_swa needs swa_window_size, and no layer_types but full_attention.')
+    return (int(size),) * num_layers, (False,) * num_layers
+  if any(windows):
+    if keys.get('use_sliding_window') is not True:
+      raise ValueError(
+        f'{folder}: layer_types {keys["layer_types"]} need use_sliding_window true, or no layer has a window.'
+      )
+    same_everywhere(folder, 'sliding_window', keys, nested, 'swa_window_size')  # each is read by some engine
+  return windows, tuple(window is not None for window in windows)

@@ -298,6 +298,11 @@ JETSPEC = QWEN3 | {
   'architectures': ['DFlashDraftModel'], 'block_size': 16, 'layer_types': ['full_attention'] * 2,
   'dflash_config': {'mask_token_id': MASK, 'causal_head': True},
 }  # fmt: skip
+MODEL_OPTIMIZER = QWEN3 | {
+  'architectures': ['DFlashDraftModel'], 'block_size': BLOCK, 'num_target_layers': N, 'sliding_window': 5,
+  'layer_types': ['full_attention'] * 2,
+  'dflash_config': {'mask_token_id': MASK, 'target_layer_ids': [0, 4], 'use_swa': True, 'swa_window_size': 5},
+}  # fmt: skip
 SPECULATORS_BLOCK = {
   'architectures': ['DFlashSpeculator'], 'speculators_model_type': 'dflash', 'draft_vocab_size': U,
   'block_size': BLOCK, 'mask_token_id': MASK, 'aux_hidden_state_layer_ids': [1, 6], 'sample_from_anchor': True,
@@ -309,6 +314,7 @@ SPECULATORS_BLOCK = {
 BLOCKS = {  # config.json, weights, layers, taps, the first place that predicts
   'z-lab': (Z_LAB, lambda: dflash_weights(2, 3), [(None, False), (5, True)], (1, 3, 5), 1),
   'JetSpec': (JETSPEC, lambda: dflash_weights(2, 2), [(None, True)] * 2, (2, 4), 1),
+  'Model-Optimizer': (MODEL_OPTIMIZER, lambda: dflash_weights(2, 2), [(5, False)] * 2, (1, 5), 1),
   'speculators': (SPECULATORS_BLOCK, of_speculators, [(6, False)], (1, 6), 0),
 }
 
@@ -348,6 +354,8 @@ def test_dflash_blocks(target, tmp_path, name):
     ('z-lab', 'hidden_act', 'gelu', 'hidden_act'),
     ('z-lab', 'attention_bias', True, r'q_proj\.bias: missing'),
     ('JetSpec', 'is_causal', False, 'contradicts itself'),
+    ('JetSpec', 'use_swa', True, 'use_swa'),
+    ('JetSpec', 'dflash_config.use_swa', True, 'use_swa needs swa_window_size'),
     ('JetSpec', 'dflash_config.draft_shift', True, 'draft_shift'),
     ('speculators', 'speculators_model_type', 'dflash2', "'dflash2'.* not supported"),
     ('speculators', 'aux_hidden_state_layer_ids', None, 'aux_hidden_state_layer_ids'),
