@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -48,36 +49,71 @@ DRAFTER = DrafterConfig(vocab_size=31, width=16, num_heads=2, num_kv_heads=1, he
 RECIPE = Recipe(num_steps=6, num_rows=2, num_places=32, chunk_places=8, warmup_steps=2)
 
 
+@pytest.fixture(scope='module', autouse=True)
+def short_chains():
+  """Evaluate chains of three steps, in programs of half the size."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr('eagle_jax.train.step.NUM_CHAIN', 3)
+    evaluate.clear_cache()
+    yield
+  evaluate.clear_cache()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def frozen_objects():
+  """Spare the garbage collector, which every restored checkpoint calls, a look at the objects of other modules."""
+  gc.collect()
+  gc.freeze()
+  yield
+  gc.unfreeze()
+
+
 @pytest.fixture(scope='module')
 def target():
-  params = TransformerTarget(CONFIG).init_params(jax.random.key(0))
-  params['embed']['weight'] *= 50  # else the text hardly depends on what came before
-  return Target(CONFIG, params)
+  return Target(CONFIG, target_params())
 
 
 @functools.cache
-def answered(num_examples: int, max_new_tokens: int, temperature: float) -> list[Example]:
-  """The target's answers to one-token prompts, with the features of a whole pass."""
-  params = TransformerTarget(CONFIG).init_params(jax.random.key(0))
-  params['embed']['weight'] *= 50
-  prompts = [[i % 31] for i in range(num_examples)]
-  how = {'max_new_tokens': max_new_tokens, 'temperature': temperature, 'seed': 3}
+def first_params(network, seed: int = 0):
+  return jax.jit(network.init_params)(jax.random.key(seed))
+
+
+def target_params():
+  params = first_params(TransformerTarget(CONFIG))
+  return params | {'embed': {'weight': 50 * params['embed']['weight']}}  # else text hardly depends on what came before
+
+
+@functools.cache
+def long_answers(temperature: float) -> list[Example]:
+  """The target's answers to one-token prompts, with the features of a whole pass: one program for all tests."""
+  params, prompts = target_params(), [[i] for i in range(24)]
+  how = {'max_new_tokens': 60, 'temperature': temperature, 'seed': 3}
   tokens = generate(Target(CONFIG, params), None, prompts, **how).tokens
-  examples = []
-  for i, (prompt, answer) in enumerate(zip(prompts, tokens, strict=True)):
-    token = np.asarray(prompt + answer, np.int32)
-    examples.append(Example(i, token, np.arange(len(token)) >= 1, whole_pass(params, token[:-1])))
-  return examples
+  token_BL = np.asarray([prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)], np.int32)
+  feature_BLD = np.asarray(whole_pass(params, token_BL[:, :-1]))
+  is_answer = np.arange(61) >= 1
+  texts = enumerate(zip(token_BL, feature_BLD, strict=True))
+  return [Example(i, token, is_answer, feature) for i, (token, feature) in texts]
 
 
-def whole_pass(params, token_L):
-  """[L, D] bf16 features."""
-  num_places = len(token_L)
+def answered(num_examples: int, max_new_tokens: int, temperature: float) -> list[Example]:
+  """The beginnings of the first of these answers."""
+  size = 1 + max_new_tokens
+  return [
+    one._replace(token=one.token[:size], is_answer=one.is_answer[:size], feature=one.feature[: size - 1])
+    for one in long_answers(temperature)[:num_examples]
+  ]
+
+
+@jax.jit
+def whole_pass(params, token_BL):
+  """[B, L, D] bf16 features."""
+  batch, num_places = token_BL.shape
   network = TransformerTarget(CONFIG)
-  causal_1LL = jnp.tri(num_places, dtype=bool)[None]
-  cache = network.init_cache(1, 0)
-  taps, _ = network.forward(params, token_L[None], jnp.arange(num_places)[None], causal_1LL, cache)
-  return np.asarray(taps.feature[:, 0].T.astype(jnp.bfloat16))
+  position_BL = jnp.broadcast_to(jnp.arange(num_places), token_BL.shape)
+  causal_BLL = jnp.broadcast_to(jnp.tri(num_places, dtype=bool), (batch, num_places, num_places))
+  taps, _ = network.forward(params, token_BL, position_BL, causal_BLL, network.init_cache(batch, 0))
+  return taps.feature.transpose(1, 2, 0).astype(jnp.bfloat16)
 
 
 def example(rng, num_places, num_prompt, number=0, num_taps=0):
@@ -124,8 +160,8 @@ def test_by_chunks_changes_neither_losses_nor_gradients():
     loss_dBL, other = function(head_UD, out_DdBL, rows)
     return (loss_dBL * weight_dBL).sum(), (loss_dBL, other)
 
-  ours = jax.grad(total, has_aux=True)(out_DdBL, losses.by_chunks(row_losses, 4))
-  plain = jax.grad(total, has_aux=True)(out_DdBL, row_losses)
+  gradient_of = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+  ours, plain = (gradient_of(out_DdBL, function) for function in (losses.by_chunks(row_losses, 4), row_losses))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, plain)
 
 
@@ -204,16 +240,14 @@ def test_a_rollout_is_what_drafting_position_by_position_gives(kind, is_leaky):
   rng, network = np.random.default_rng(4), NETWORKS[kind]
   num_taps = len(network.config.tapped_layers(1))
   first, second = (example(rng, num_places, 1, num_taps=num_taps) for num_places in (5, 11))
-  params = {**network.init_params(jax.random.key(0)), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
+  params = {**first_params(network), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
   params |= {
     name: jax.tree.map(lambda x: x + 0.3, params[name]) for name in ('taps', 'slot', 'below') if name in params
   }
-  alone, both = pack([[second]], num_places=11), pack([[first, second]], num_places=16)
+  alone, both = (pack([texts], num_places=16) for texts in ([second], [first, second]))  # of one size: one program
   features = [split_taps(jnp.float32(packed.feature), 16) for packed in (alone, both)]
-  steps = [
-    rollout(params, taps, packed, network=network, num_steps=4, is_leaky=is_leaky)
-    for taps, packed in zip(features, (alone, both), strict=True)
-  ]
+  roll = jax.jit(functools.partial(rollout, network=network, num_steps=4, is_leaky=is_leaky))
+  steps = [roll(params, taps, packed) for taps, packed in zip(features, (alone, both), strict=True)]
   for row in range(11 - 4):
     expected_SD = chain_by_decoding(params, alone, features[0], row, network=network, num_steps=4)
     for step in range(4):
@@ -229,10 +263,10 @@ def test_gradients_stop_between_steps_only_if_detached():
   rng = np.random.default_rng(5)
   packed = pack([[example(rng, 9, 1)]], num_places=9)
   network = Eagle(DRAFTER)
-  params = {**network.init_params(jax.random.key(0)), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
+  params = {**first_params(network), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
   feature_DBL = jnp.float32(packed.feature).transpose(2, 0, 1)
 
-  first_DBL = rollout(params, Taps(feature_DBL), packed, network=network, num_steps=1)[:, 0]
+  first_DBL = jax.jit(functools.partial(rollout, network=network, num_steps=1))(params, Taps(feature_DBL), packed)[:, 0]
 
   def last_step(feature_DBL, is_detached):
     out_DdBL = rollout(params, Taps(feature_DBL), packed, network=network, num_steps=2, is_detached=is_detached)
@@ -245,7 +279,8 @@ def test_gradients_stop_between_steps_only_if_detached():
     return step(jnp.roll(first_DBL, 1, axis=2), attention=second)[0][:, 0, 8].sum()
 
   expected, detached, attached = (
-    jax.grad(f)(feature_DBL) for f in (with_constant_input, lambda x: last_step(x, True), lambda x: last_step(x, False))
+    jax.jit(jax.grad(f))(feature_DBL)
+    for f in (with_constant_input, lambda x: last_step(x, True), lambda x: last_step(x, False))
   )
   assert np.abs(expected).max() > 0  # through the keys and values of step 1
   np.testing.assert_allclose(detached, expected, rtol=1e-4, atol=1e-6)
@@ -271,7 +306,7 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
   examples = answered(3, 24, 0.0)
   network, frozen = Eagle(DRAFTER), frozen_inputs(target, DRAFTER, examples)[0]
   recipe = dataclasses.replace(RECIPE, num_steps=100, learning_rate=1e-2)
-  state = begin(network.init_params(jax.random.key(2)), recipe, None)
+  state = begin(first_params(network, 2), recipe, None)
   for packed in itertools.islice(batches(examples, num_rows=2, num_places=32, seed=0), 20):
     state, _ = train_step(state, frozen, packed, network=network, recipe=recipe)
   params = {**state.params, 'embed': frozen.embed}
@@ -296,9 +331,9 @@ def test_chain_metrics_are_those_of_a_drafted_chain(target):
 def test_held_out_metrics_are_means_over_the_places_of_all_batches(target):
   """Texts of different lengths, each a batch of its own: few places of the short one are left at later steps."""
   long, short = answered(2, 24, 1.0)
-  short = short._replace(token=short.token[:6], is_answer=short.is_answer[:6], feature=short.feature[:5])
+  short = short._replace(token=short.token[:4], is_answer=short.is_answer[:4], feature=short.feature[:3])
   static = {'network': Eagle(DRAFTER), 'target': None}
-  params, frozen = Eagle(DRAFTER).init_params(jax.random.key(0)), frozen_inputs(target, DRAFTER, [long])[0]
+  params, frozen = first_params(Eagle(DRAFTER)), frozen_inputs(target, DRAFTER, [long])[0]
   expected, _ = evaluate(params, frozen, pack([[long], [short]], num_places=24), recipe=RECIPE, **static)
   recipe = dataclasses.replace(RECIPE, num_rows=1, num_places=24)
   found = evaluate_all(params, frozen, [long, short], None, recipe=recipe, **static)
@@ -312,7 +347,7 @@ def test_each_step_has_noise_of_its_own_and_later_draft_steps_weigh_less(target)
   packed = pack([[e] for e in examples], num_places=32)
 
   def metrics_at(step):
-    state = begin(network.init_params(jax.random.key(0)), recipe, None)._replace(step=jnp.int32(step))
+    state = begin(first_params(network), recipe, None)._replace(step=jnp.int32(step))
     return train_step(state, frozen, packed, network=network, recipe=recipe)[1]
 
   first, again, later = (metrics_at(step) for step in (0, 0, 1))
@@ -330,7 +365,7 @@ def test_features_computed_in_the_step_train_as_stored_ones(target):
   losses_of = []
   for data, reader in ((examples, None), (bare, TransformerTarget(CONFIG))):
     frozen = frozen_inputs(target, DRAFTER, data)[0]
-    state = begin(network.init_params(jax.random.key(0)), recipe, None)
+    state = begin(first_params(network), recipe, None)
     packed = next(batches(data, num_rows=2, num_places=32, seed=0))
     _, metrics = train_step(state, frozen, packed, network=network, recipe=recipe, target=reader)
     losses_of.append(float(metrics['loss']))
@@ -342,10 +377,10 @@ def test_remat_and_accumulation_change_no_gradient(target, objective):
   examples = answered(6, 24, 1.0)
   network, frozen = Eagle(DRAFTER), frozen_inputs(target, DRAFTER, examples)[0]
   first, second = [examples[0]], [examples[1]]
-  one, other, both = (pack(rows, num_places=32) for rows in ([first], [second], [first, second]))
+  one, other, both = (pack(rows, num_places=32) for rows in ([first, []], [second, []], [first, second]))
 
   def after(recipe, *packed):
-    state = begin(network.init_params(jax.random.key(0)), recipe, None)
+    state = begin(first_params(network), recipe, None)
     for batch in packed:
       state, _ = train_step(state, frozen, batch, network=network, recipe=recipe)
     return state
@@ -355,7 +390,7 @@ def test_remat_and_accumulation_change_no_gradient(target, objective):
   close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
   jax.tree.map(close, after(recipe, one).params, after(dataclasses.replace(recipe, remat=True), one).params)
   no_update = after(accumulating, one).params
-  jax.tree.map(np.testing.assert_array_equal, no_update, network.init_params(jax.random.key(0)))
+  jax.tree.map(np.testing.assert_array_equal, no_update, first_params(network))
   # Both texts are of one length, so the gradient of the joint batch is the mean of theirs. Adam's step hardly depends
   # on its size; its moments do.
   ours, expected = after(accumulating, one, other), after(recipe, both)
@@ -369,9 +404,10 @@ def test_the_schedule_counts_updates():
     counts = {'num_steps': 8 * num_accumulated, 'warmup_steps': 2 * num_accumulated, 'num_accumulated': num_accumulated}
     optimizer = Recipe(**counts, weight_decay=0.0).optimizer()
     param, state, made = jnp.zeros(1), optimizer.init(jnp.zeros(1)), []
+    updated = jax.jit(optimizer.update)
     for _ in range(counts['num_steps']):
       with jax.numpy_dtype_promotion('standard'):
-        update, state = optimizer.update(jnp.ones(1), state, param)
+        update, state = updated(jnp.ones(1), state, param)
       made.append(-float(update[0]))
     return made[num_accumulated - 1 :: num_accumulated]
 
@@ -410,32 +446,32 @@ class Killed(Exception):
   pass
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(target, tmp_path, monkeypatch):
+def stop_at(step: int):
+  """A function in the place of `train_step` that raises `Killed` at its call of this number."""
+  calls = itertools.count(1)
+
+  def counted(*args, **kwargs):
+    if next(calls) == step:
+      raise Killed
+    return train_step(*args, **kwargs)
+
+  return counted
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(finished_run, tmp_path, monkeypatch):
   """Drafter and logs are equal bit for bit, wherever the run is stopped."""
-  examples = answered(12, 24, 1.0)
-  run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], RECIPE, report_every=2)
-  expected = run(tmp_path / 'whole')
-  step_function = train_step
-  for stop in (1, 3, 6):
-    calls = []
-
-    def counted(*args, stop=stop, calls=calls, **kwargs):
-      calls.append(None)
-      if len(calls) == stop:
-        raise Killed
-      return step_function(*args, **kwargs)
-
-    monkeypatch.setattr('eagle_jax.train.loop.train_step', counted)
-    folder = tmp_path / f'stopped_{stop}'
-    with pytest.raises(Killed):
-      run(folder)
-    monkeypatch.setattr('eagle_jax.train.loop.train_step', step_function)
+  run, whole, expected = finished_run
+  for step in (1, 3, 6):
+    folder = tmp_path / f'stopped_{step}'
+    with monkeypatch.context() as killing:
+      killing.setattr('eagle_jax.train.loop.train_step', stop_at(step))
+      with pytest.raises(Killed):
+        run(folder)
     assert run(folder) == expected
     for name in ('held_out.csv', 'drafter/model.safetensors'):
-      assert (folder / name).read_bytes() == (tmp_path / 'whole' / name).read_bytes()
+      assert (folder / name).read_bytes() == (whole / name).read_bytes()
     with open(folder / 'train.csv', newline='') as file:
       assert [row['step'] for row in csv.DictReader(file)] == ['2', '4', '6']
-  assert run(tmp_path / 'whole') == expected  # nothing left to do
 
 
 def newest(folder: Path, pattern: str) -> Path:
@@ -540,7 +576,7 @@ def test_a_folder_is_for_one_run_at_a_time(finished_run, tmp_path):
     with pytest.raises(ValueError, match=f'{folder} is in use by process {holder.pid} on '):
       run(folder)
     holder.kill()
-  assert run(folder) == expected  # the lock of a process that died is free
+  assert run(folder) == expected  # the lock of a process that died is free, and nothing is left to do
 
 
 def test_a_process_may_hold_its_folder_twice(tmp_path):
@@ -559,7 +595,7 @@ def test_a_run_that_diverges_ends_and_leaves_what_was_good(target, tmp_path):
   assert (tmp_path / 'drafter' / 'model.safetensors').read_bytes() == kept
 
 
-def test_texts_without_a_lesson_are_refused_and_what_is_cut_is_counted(target, tmp_path, caplog):
+def test_texts_without_a_lesson_are_refused_and_what_is_cut_is_counted(target, tmp_path, caplog, monkeypatch):
   examples = answered(12, 24, 1.0)
   late = [one._replace(is_answer=np.arange(len(one.token)) >= 13) for one in examples]
   short = dataclasses.replace(RECIPE, num_places=12, chunk_places=12, num_steps=2)
@@ -567,9 +603,10 @@ def test_texts_without_a_lesson_are_refused_and_what_is_cut_is_counted(target, t
     with pytest.raises(ValueError, match=r'Of \d+ texts to (train on|hold out), .*none of them among the first 12'):
       train(target, DRAFTER, first, second, short, tmp_path)
   assert not (tmp_path / 'settings.json').exists()
-  train(
-    target, DRAFTER, examples[:10], examples[10:], dataclasses.replace(short, num_places=16, chunk_places=16), tmp_path
-  )
+  monkeypatch.setattr('eagle_jax.train.loop.train_step', stop_at(1))
+  longer = dataclasses.replace(short, num_places=16, chunk_places=16)
+  with pytest.raises(Killed):
+    train(target, DRAFTER, examples[:10], examples[10:], longer, tmp_path)
   assert '80 of 230 answer tokens to train on lie beyond num_places, 16' in caplog.text
 
 
@@ -631,7 +668,7 @@ def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
 )
 def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path, monkeypatch, changes, message):
   theirs = dataclasses.replace(DRAFTER, norm_eps=1e-5, name='other')
-  save_drafter(Drafter(theirs, Eagle(theirs).init_params(jax.random.key(0))), tmp_path / 'other')
+  save_drafter(Drafter(theirs, first_params(Eagle(theirs))), tmp_path / 'other')
   monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
   monkeypatch.setattr('eagle_jax.train.run.make_conversations', lambda *_: pytest.fail('the target is asked'))
   config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': Data(1)}, 'RECIPE': RECIPE}
@@ -647,7 +684,7 @@ def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
   monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **how: told.update(how) or target)
   monkeypatch.setattr('eagle_jax.train.run._gather', lambda *_: whole_run._Gathered([], [], {}))
   monkeypatch.setattr('eagle_jax.train.run.train', lambda *_, **how: told.update(how))
-  save_drafter(Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(0))), tmp_path / 'first')
+  save_drafter(Drafter(DRAFTER, first_params(Eagle(DRAFTER))), tmp_path / 'first')
   config = {'TARGET': 'x', 'DRAFTER': dataclasses.replace(DRAFTER, draft_vocab_size=9, name='new'), 'RECIPE': RECIPE}
   first = str(tmp_path / 'first')
   whole_run.run({**config, 'DATA': {'a': Data(1)}}, tmp_path, shards=tmp_path, prompts=None, initial=first)
@@ -725,7 +762,7 @@ def test_a_run_is_not_resumed_with_other_ids(target, tmp_path):
     run(ids=np.arange(1, 21, dtype=np.int32))
   assert load_drafter(tmp_path / 'drafter', target).params['ids'].tolist() == [*range(20)]
   own = Eagle3Config(**SIZES, target_width=16, taps=(), draft_vocab_size=20)
-  head = Drafter(own, Eagle3(own).init_params(jax.random.key(0)) | {'ids': jnp.arange(20)})
+  head = Drafter(own, first_params(Eagle3(own)) | {'ids': jnp.arange(20)})
   with pytest.raises(ValueError, match='head of its own for 20 ids'):
     train(target, own, examples[:10], examples[10:], recipe, tmp_path, initial=head, ids=np.arange(1, 21))
 
@@ -753,7 +790,7 @@ def test_a_trained_drafter_is_accepted_more(target, tmp_path):
   recipe = Recipe(num_steps=150, num_rows=4, num_places=64, learning_rate=3e-3, warmup_steps=10)
   train(target, DRAFTER, examples[:20], examples[20:], recipe, tmp_path, report_every=75)
   drafter = load_drafter(tmp_path / 'drafter', target)
-  untrained = Drafter(DRAFTER, Eagle(DRAFTER).init_params(jax.random.key(9)))
+  untrained = Drafter(DRAFTER, first_params(Eagle(DRAFTER), 9))
   prompts = [[token] for token in range(8)]
   taus = [generate(target, d, prompts, max_new_tokens=40, policy=Chain(3)).stats['tau'] for d in (untrained, drafter)]
   assert taus[1] > taus[0] + 0.3

@@ -12,6 +12,7 @@ import jax
 import quick
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.models.transformer import Target, TransformerTarget
+from eagle_jax.train import step
 from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data, make_shards, read_shard
@@ -22,11 +23,12 @@ SIZES = {'vocab_size': 31, 'width': 16, 'num_heads': 2, 'num_kv_heads': 1, 'head
 DATA = Data(
   num_shards=6, shard_size=8, num_rows=4, num_refill=2, max_prompt=32, max_new_tokens=24, temperatures=(1.0, 0.0)
 )
-RECIPE = Recipe(num_steps=80, num_rows=2, num_places=64, chunk_places=32, objective=Objective(num_steps=2))
+RECIPE = Recipe(num_steps=40, num_rows=2, num_places=64, chunk_places=32, objective=Objective(num_steps=2))
 
 
 def main() -> None:
   quick.trace_one_form()
+  step.NUM_CHAIN = 2  # for evaluation, which is traced anew by every process
   parser = argparse.ArgumentParser()
   parser.add_argument('--out', type=Path, required=True)
   out = parser.parse_args().out
