@@ -30,7 +30,7 @@ from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.kernels import attention, attention_tpu
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree
-from eagle_jax.sharding import CACHE_AXES, make_mesh, mesh_of, param_shardings, partition, use_mesh
+from eagle_jax.sharding import CACHE_AXES, is_shared, make_mesh, mesh_of, param_shardings, partition, use_mesh
 from eagle_jax.weights import naming
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.safetensors import write_safetensors
@@ -79,12 +79,17 @@ def write_models(folder: Path) -> tuple[Path, Path, Path]:
   return folder / 'target', folder / 'drafter', folder / 'eagle3'
 
 
-def logits(switches, mesh) -> tuple[np.ndarray, int]:
-  """[V, B, L] of a random target of a family, all parameters random; the length of the longest sum over devices."""
-  network = TransformerTarget(dataclasses.replace(TARGET, **switches))
-  leaves, tree = jax.tree.flatten(network.init_params(jax.random.key(0)))
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  params = tree.unflatten([x + 0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)])
+@functools.cache
+def family(name: str) -> tuple[TransformerTarget, dict]:
+  """The network of a family, and parameters, all of them random."""
+  network, rng = TransformerTarget(dataclasses.replace(TARGET, **FAMILIES[name])), np.random.default_rng(0)
+  shapes = jax.eval_shape(network.init_params, jax.random.key(0))
+  return network, jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(x.dtype), shapes)
+
+
+def logits(name: str, mesh) -> tuple[np.ndarray, int]:
+  """[V, B, L] of a family; the length of the longest sum over devices."""
+  network, params = family(name)
   if mesh is not None:
     params = jax.device_put(params, param_shardings(params, mesh))
     assert params['layer_0']['attn']['qkv']['weight'].sharding.mesh == mesh
@@ -97,14 +102,14 @@ def logits(switches, mesh) -> tuple[np.ndarray, int]:
 
 
 @functools.cache
-def unsharded_logits(switches: tuple[tuple[str, int], ...]) -> tuple[np.ndarray, int]:
-  return logits(dict(switches), None)
+def unsharded_logits(name: str) -> tuple[np.ndarray, int]:
+  return logits(name, None)
 
 
-def compared(switches, mesh) -> tuple[float, int]:
+def compared(name: str, mesh) -> tuple[float, int]:
   """Error of the logits on a mesh, relative to the largest of them, and the longest sum."""
-  expected_VBL, _ = unsharded_logits(tuple(switches.items()))
-  found_VBL, longest = logits(switches, mesh)
+  expected_VBL, _ = unsharded_logits(name)
+  found_VBL, longest = logits(name, mesh)
   return float(abs(found_VBL - expected_VBL).max() / abs(expected_VBL).max()), longest
 
 
@@ -146,8 +151,7 @@ def layout(state) -> dict[str, list[int]]:
 def moved(target, drafter, prompts) -> tuple[dict[str, list[int]], list[str], int]:
   """Layout of a state, the arrays that two steps leave elsewhere, and the number of programs that these take."""
   params, spec = decode.build(target, drafter, policy=POLICIES['chain'])
-  tokens_BL = np.asarray([prompt[:3] for prompt in prompts], np.int32)
-  state = decode.prefill(params, tokens_BL, np.full(len(prompts), 3, np.int32), spec=spec, max_new_tokens=16)
+  state = decode.prefill(params, *decode.pad_prompts(prompts, max(map(len, prompts))), spec=spec, max_new_tokens=16)
   shares, before = layout(state), shardings(state)
   decode.decode_step.clear_cache()
   for _ in range(2):
@@ -172,22 +176,30 @@ def refilled(*args, **how) -> tuple[decode.Generation, list[int]]:
   return given, [len(program._compiled) for program in (insert, advance)]
 
 
+def streamed(target, drafter, prompt, **request) -> list[list[list[int]]]:
+  """Tokens and accepted counts of a batch of one, decoded step by step."""
+  first, *chunks = decode.stream(target, drafter, prompt, **request)
+  tokens = first.tokens + [token for chunk in chunks for token in chunk.tokens]
+  return [[tokens], [[chunk.num_accepted for chunk in chunks]]]
+
+
 def main() -> None:
   quick.trace_one_form()
   jax.config.update('jax_num_cpu_devices', 8)
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, TARGET.vocab_size, 3 + row).tolist() for row in range(max(BATCHES))]
-  cases, places, streams, moves, families, kernels, programs = {}, {}, {}, {}, {}, {}, {}
+  cases, places, moves, families, kernels, programs = {}, {}, {}, {}, {}, {}
   with tempfile.TemporaryDirectory() as folder:
     target_folder, drafter_folder, eagle3_folder = write_models(Path(folder))
     for mesh_name, sizes in MESHES.items():
       mesh = None if sizes is None else make_mesh(jax.devices()[: sizes[0]], num_model=sizes[1])
       if mesh is not None:
-        families[mesh_name] = {name: compared(switches, mesh) for name, switches in FAMILIES.items()}
+        families[mesh_name] = {name: compared(name, mesh) for name in FAMILIES}
         kernels[mesh_name] = kernel(mesh)
       target = hub.load_target(target_folder, mesh=mesh)
       drafter = hub.load_drafter(drafter_folder, target)
       assert mesh_of(target.params) == mesh_of(drafter.params) == mesh
+      assert not is_shared(mesh)
       leaves = jax.tree_util.tree_leaves_with_path({'target': target.params, 'drafter': drafter.params})
       places[mesh_name] = {
         '/'.join(str(key.key) for key in path): [leaf.shape, leaf.sharding.shard_shape(leaf.shape)]
@@ -196,31 +208,31 @@ def main() -> None:
       for policy_name, policy in POLICIES.items():
         if mesh_name == COVERED and policy_name != 'dynamic':
           continue
-        for batch in BATCHES:
+        for batch in BATCHES if mesh else BATCHES[:1]:  # a batch of one gives the first row of all
           for sampling_name, sampling in SAMPLING.items():
             request = {'max_new_tokens': 16, 'policy': policy, **sampling}
-            given = decode.generate(target, drafter, prompts[:batch], **request)
-            case = f'{policy_name} {batch} {sampling_name}'
-            cases.setdefault(case, {})[mesh_name] = [given.tokens, given.num_accepted]
+            if batch == 1 and policy_name == 'chain':
+              found = streamed(target, drafter, prompts[0], **request)
+            else:
+              given = decode.generate(target, drafter, prompts[:batch], **request)
+              found = [given.tokens, given.num_accepted]
+            cases.setdefault(f'{policy_name} {batch} {sampling_name}', {})[mesh_name] = found
       if mesh_name == COVERED:
         continue
       request = {'max_new_tokens': 16, 'policy': POLICIES['dynamic'], **SAMPLING['sampled']}
+      eagle3 = hub.load_drafter(eagle3_folder, target)
+      given = decode.generate(target, eagle3, prompts, **request)
+      cases.setdefault('eagle3 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
+      if mesh is None:
+        continue
       given, programs[mesh_name] = refilled(target, drafter, prompts, batch_size=4, **request)
       cases.setdefault('refilled 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       small = hub.load_drafter(drafter_folder, target, dtype='int8')
       for exact, rounded in zip(*map(weights, (drafter, small)), strict=True):
         assert rounded.value.sharding.shard_shape(rounded.shape) == exact.sharding.shard_shape(exact.shape)
-      given = decode.generate(target, small, prompts, **request)
-      cases.setdefault('quantised 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
-      eagle3 = hub.load_drafter(eagle3_folder, target)
-      given = decode.generate(target, eagle3, prompts, **request)
-      cases.setdefault('eagle3 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
-      chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES['chain'])
-      streams[mesh_name] = [token for chunk in chunks for token in chunk.tokens]
-      if mesh is not None:
-        with jax.set_mesh(mesh):
-          moves[mesh_name] = moved(target, drafter, prompts)
-  found = {'cases': cases, 'places': places, 'streams': streams, 'moves': moves, 'programs': programs}
+      with jax.set_mesh(mesh):
+        moves[mesh_name] = moved(target, drafter, prompts)
+  found = {'cases': cases, 'places': places, 'moves': moves, 'programs': programs}
   json.dump(found | {'families': families, 'kernels': kernels}, sys.stdout)
 
 

@@ -18,6 +18,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.evaluate.example import Example
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.sharding import make_mesh, param_shardings, use_mesh
+from eagle_jax.train import step
 from eagle_jax.train.data import batches
 from eagle_jax.train.loop import begin, frozen_inputs, place, train
 from eagle_jax.train.run import dry_run
@@ -74,6 +75,7 @@ def trained_on(mesh, folder: Path) -> list[dict[str, float]]:
 
 def main() -> None:
   quick.trace_one_form()
+  step.NUM_CHAIN = 2  # for a small program
   jax.config.update('jax_num_cpu_devices', 8)
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **about: COMPILED.append(about.get('fun_name')) if 'backend_compile' in event else None

@@ -1,6 +1,6 @@
-"""Run by `test_processes`, as one process of four devices and as two of two: a tiny pair decodes and is trained.
+"""A tiny pair decodes and is trained: for `test_processes`, by a function on one device, and as two processes of two.
 
-python tests/several_processes.py FOLDER [HOST:PORT,NUMBER,INDEX]
+python tests/several_processes.py FOLDER HOST:PORT,NUMBER,INDEX
 
 Writes what it found to a JSON file for each process.
 """
@@ -10,6 +10,8 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -22,6 +24,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import is_shared, make_mesh, param_shardings, put
+from eagle_jax.train import loop, step
 from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data, make_shards, read_shard
@@ -34,6 +37,7 @@ DRAFTER = DrafterConfig(**SIZES, draft_vocab_size=20)
 DATA = Data(num_shards=2, shard_size=8, num_rows=4, num_refill=2, max_prompt=32, max_new_tokens=24)
 RECIPE = Recipe(num_steps=4, num_rows=2, num_places=64, chunk_places=32, objective=Objective(num_steps=2))
 POLICIES = Chain(2), DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8, lookup=True)
+TREES, NUM_CHAIN = {'tree_tau': Chain(2)}, 2  # small programs for evaluation
 
 
 def decoded(target: Target, drafter: Drafter) -> dict[str, list]:
@@ -60,7 +64,8 @@ def trained(target: Target, folder: Path) -> list:
   )
   examples = [example for path in paths for example in read_shard(path)]
   how = {'report_every': 2, 'num_traced': 2}
-  runs = [train(target, DRAFTER, examples[4:], examples[:4], RECIPE, folder / 'run', **how) for _ in range(2)]
+  with mock.patch.object(loop, 'TREES', TREES), mock.patch.object(step, 'NUM_CHAIN', NUM_CHAIN):
+    runs = [train(target, DRAFTER, examples[4:], examples[:4], RECIPE, folder / 'run', **how) for _ in range(2)]
   return [[example.token.tolist() for example in examples], *runs]
 
 
@@ -73,25 +78,27 @@ def refused(target: Target) -> str:
   return ''
 
 
-def main(folder: Path, cluster: str | None = None) -> None:
-  quick.trace_one_form()
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', 2 if cluster else 4)
-  if cluster:
-    processes.join(cluster)
-  mesh = make_mesh(num_model=2)
-  assert is_shared(mesh) == bool(cluster)
+def found(folder: Path, mesh: Any) -> dict[str, Any]:
+  """Return what decoding and training give on a mesh, or on one device without."""
 
   def placed(params):
-    return jax.tree.map(put, params, param_shardings(params, mesh))
+    return params if mesh is None else jax.tree.map(put, params, param_shardings(params, mesh))
 
   params = TransformerTarget(TARGET).init_params(jax.random.key(0))
   params['embed']['weight'] *= 50
   target = Target(TARGET, placed(params), None)
   drafter = Drafter(DRAFTER, placed(Eagle(DRAFTER).init_params(jax.random.key(1)) | {'ids': np.arange(1, 21)}))
-  found = {'decoded': decoded(target, drafter), 'trained': trained(target, folder), 'refused': refused(target)}
-  (folder / f'found_{jax.process_index()}.json').write_text(json.dumps(found))
+  return {'decoded': decoded(target, drafter), 'trained': trained(target, folder), 'refused': refused(target)}
+
+
+def main(folder: Path, cluster: str) -> None:
+  quick.trace_one_form()
+  jax.config.update('jax_num_cpu_devices', 2)
+  processes.join(cluster)
+  mesh = make_mesh(num_model=2)
+  assert is_shared(mesh)
+  (folder / f'found_{jax.process_index()}.json').write_text(json.dumps(found(folder, mesh)))
 
 
 if __name__ == '__main__':
-  main(Path(sys.argv[1]), *sys.argv[2:])
+  main(Path(sys.argv[1]), sys.argv[2])

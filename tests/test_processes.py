@@ -1,5 +1,6 @@
-"""Several processes that share a mesh do what one does with all of its devices."""
+"""Several processes that share a mesh do what one does with a single device."""
 
+import contextlib
 import json
 import os
 import socket
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+import forked
+import several_processes
 from eagle_jax import processes
 from eagle_jax.device import device_name
 from eagle_jax.sharding import is_shared, make_mesh, to_host
@@ -43,37 +46,28 @@ def test_a_mesh_is_called_by_its_sizes():
   assert device_name(make_mesh(jax.devices()[:1])) == f'1x1x{kind}'
 
 
-def commands(number, command):
-  """The same command for each of `number` processes, behind a port that is free."""
+def clusters(number):
+  """The flag of each of `number` processes, behind a port that is free."""
   with socket.socket() as free:
     free.bind(('localhost', 0))
     address = f'localhost:{free.getsockname()[1]}'
-  return [[sys.executable, *command(f'{address},{number},{index}')] for index in range(number)]
-
-
-def run_together(commands):
-  """Run commands together; return what each printed."""
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
-  how = {'env': environment, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-  running = [subprocess.Popen(command, **how) for command in commands]
-  printed = [process.communicate(timeout=600) for process in running]
-  assert [process.returncode for process in running] == [0] * len(running), printed
-  return [stdout for stdout, _ in printed]
+  return [f'{address},{number},{index}' for index in range(number)]
 
 
 @pytest.fixture(scope='module')
 def found(tmp_path_factory):
-  """Return the results of one process with four devices, and of two with two each; and the second run's folder."""
-  script = str(ROOT / 'tests' / 'several_processes.py')
-  alone, together = (tmp_path_factory.mktemp(name) for name in ('alone', 'together'))
-  run_together([[sys.executable, script, str(alone)]])
-  run_together(commands(2, lambda cluster: [script, str(together), cluster]))
-  paths = [alone / 'found_0.json', together / 'found_0.json', together / 'found_1.json']
-  return [json.loads(path.read_text()) for path in paths], together
+  """Return the results of this process, with one device, and of two with two each; and the folder of these."""
+  folder, alone = tmp_path_factory.mktemp('together'), several_processes.found(tmp_path_factory.mktemp('alone'), None)
+  script = Path(several_processes.__file__)
+  with contextlib.ExitStack() as stack:
+    running = [stack.enter_context(forked.start(script, str(folder), cluster)) for cluster in clusters(2)]
+    done = [process.completed() for process in running]
+  assert [each.returncode for each in done] == [0, 0], done
+  return [alone, *(json.loads((folder / f'found_{index}.json').read_text()) for index in range(2))], folder
 
 
 @pytest.mark.slow
-def test_two_processes_decode_what_one_does(found):
+def test_two_processes_decode_what_one_device_does(found):
   (alone, *together), _ = found
   assert [each['decoded'] for each in together] == [alone['decoded']] * 2
   assert sum(map(sum, alone['decoded']['chain(max_depth=2)'][1])) > 0
@@ -81,7 +75,7 @@ def test_two_processes_decode_what_one_does(found):
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_does(found):
+def test_two_processes_train_what_one_device_does(found):
   (alone, *together), folder = found
   texts, first, again = alone['trained']
   assert first == again
@@ -101,11 +95,21 @@ def test_different_requests_are_refused_by_all(found):
   assert all('The request differs' in each['refused'] for each in together)
 
 
+def run_together(commands):
+  """Run commands together; return what each printed."""
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+  how = {'env': environment, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  running = [subprocess.Popen([sys.executable, *command], **how) for command in commands]
+  printed = [process.communicate(timeout=600) for process in running]
+  assert [process.returncode for process in running] == [0] * len(running), printed
+  return [stdout for stdout, _ in printed]
+
+
 @pytest.mark.slow
 @pytest.mark.real
 def test_the_launcher_in_two_processes(smollm2):
   flags = [str(ROOT / 'launch' / 'generate.py'), '--prompt=Why?', '--max_new_tokens=8', '--policy=chain']
-  (alone,) = run_together([[sys.executable, *flags]])
-  printed = run_together(commands(2, lambda cluster: [*flags, '--num_model=2', f'--cluster={cluster}']))
+  (alone,) = run_together([flags])
+  printed = run_together([*flags, '--num_model=2', f'--cluster={cluster}'] for cluster in clusters(2))
   said = [[line for line in each.splitlines() if not line.startswith('[Gloo]')] for each in printed]
   assert said == [alone.splitlines(), []]  # Gloo, through which CPUs exchange, prints by itself
