@@ -215,20 +215,22 @@ def test_a_fault_of_an_eagle3_head_is_named(eagle3_target, eagle3, eagle3_text, 
 
 
 @pytest.mark.parametrize('kind', ['eagle2', 'eagle3'])
-def test_guesses_are_what_decoding_drafts(target, eagle3_target, eagle3, kind):
+def test_guesses_are_what_decoding_drafts(target, text, eagle3_target, eagle3, kind):
   """The chain of every step is the guess at its root, and after its first token the guess at the next place."""
   pairs = {'eagle2': (target, tiny_twin.drafter_of(target, noise=0.5)), 'eagle3': (eagle3_target, eagle3)}
   model, drafter = pairs[kind]
+  # As in an examination, which shares these programs.
+  how = {'layers': diagnosis.layers_to_read(model, drafter), 'max_tokens': len(text.token)}
   prompt, policy = tiny_twin.PROMPTS[0], Chain(2)
   out = generate(model, drafter, [prompt], max_new_tokens=48, policy=policy, trace=True)
-  text, layers = prompt + out.tokens[0], drafter.config.tapped_layers(model.config.num_layers)
+  tokens, taps = prompt + out.tokens[0], drafter.config.tapped_layers(model.config.num_layers)
   params, spec = build(model, drafter, policy=policy)
   assert len(out.trace[0]) < 47  # something was accepted
   for cycle in out.trace[0]:
     root = cycle.text_length - 1  # its position
     _, *drafted = cycle.token.tolist()
-    read = read_text(model, text[: root + 1] + drafted[:1], layers=layers, max_tokens=64)
-    first_L, second_L = np.asarray(guess(params.drafter, read.token, read.taps(layers), network=spec.drafter))[:, 0]
+    read = read_text(model, tokens[: root + 1] + drafted[:1], **how)
+    first_L, second_L = np.asarray(guess(params.drafter, read.token, read.taps(taps), network=spec.drafter))[:, 0]
     assert [first_L[root - 1], second_L[root]] == drafted
 
 
@@ -314,8 +316,8 @@ def test_a_drafter_that_costs_more_than_it_gains_is_named(fastest, expected):
 
 def test_policies_are_timed(target, twin, monkeypatch):
   monkeypatch.setattr(doctor, 'bytes_per_s', lambda: 1e9)
-  plan = dataclasses.replace(PLAN, policies=(PLAN.tree,), max_new_tokens=16)
-  asked = doctor.choose_prompts(target, doctor.read_prompts(target, QUESTIONS), max_new_tokens=16)
+  plan = dataclasses.replace(PLAN, policies=(PLAN.tree,))
+  asked = doctor.choose_prompts(target, doctor.read_prompts(target, QUESTIONS), max_new_tokens=PLAN.max_new_tokens)
   speed = doctor.time_policies(target, twin, asked, plan)
   assert speed['plain']['policy'] == 'plain'
   assert speed['plain']['tau'] == 1
