@@ -236,18 +236,23 @@ def build(
   return Params({}, {}, arrays), Spec(OracleTarget(vocab_size), drafter, policy.static(), chooser or GumbelMax())
 
 
-def decode(params: Params, spec: Spec, tokens_BL, length_B, *, loop=decode_loop, **request) -> tuple[jax.Array, ...]:
-  """`result` after prefill and loop, in one program, cheaply compiled. `request` holds what `prepare` needs."""
+def decode(
+  params: Params, spec: Spec, tokens_BL, length_B, *, loop=decode_loop, level: int = 0, **request
+) -> tuple[jax.Array, ...]:
+  """`result` after prefill and loop, in one program; `request` holds what `prepare` needs.
+
+  `level` is how much the compiler does: nothing pays but for many rows.
+  """
   (_, *arguments), static = prepare(params, tokens_BL, length_B, spec=spec, **request)
-  return _program(loop, spec, **static)(params, *arguments)
+  return _program(loop, spec, level, **static)(params, *arguments)
 
 
 @functools.cache
-def _program(loop, decoding: Spec, **static):
+def _program(loop, decoding: Spec, level: int, **static):
   def run(params, *arguments):
     return result(loop(params, run_prefill(params, *arguments, **static), spec=decoding))
 
-  return jax.jit(run, compiler_options={'xla_backend_optimization_level': 0})
+  return jax.jit(run, compiler_options={'xla_backend_optimization_level': level})
 
 
 def numpy_keep(logits_V, temperature, top_k, top_p):
