@@ -24,7 +24,7 @@ from eagle_jax.kernels import attention, cpu, int8, matmul
 from eagle_jax.models import rounded
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import make_mesh
-from tiny_programs import copies_in_loop, prefilled_pair
+from tiny_programs import copies_in_loop, decode_alike, loop_listing, prefilled_pair
 
 TESTS = Path(__file__).parent
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44]]
@@ -81,22 +81,30 @@ def columns(width, count):
 # Products.
 
 
+@jax.jit
+def by_count(weight_OI, x_IR):
+  """Products with the first columns and with the last ones, of each count, in one program."""
+  both = [(x_IR[:, :count], x_IR[:, -count:]) for count in COUNTS]
+  return [[cpu.multiply(weight_OI, part) for part in pair] for pair in both]
+
+
 @pytest.mark.parametrize('outputs', [(1,), (23,), (24,), (2, 61)], ids=str)
 @pytest.mark.parametrize('width', [1, 15, 64, 576, 1536])
 @pytest.mark.parametrize('kind', ['float32', 'int8'])
 def test_products(compiled, kind, width, outputs):
-  weight_OI, x_IR = weights(kind, *outputs, width), columns(width, max(COUNTS))
-  most = np.asarray(cpu.multiply(weight_OI, x_IR))
+  weight_OI, x_IR = weights(kind, *outputs, width), columns(width, COUNTS[-1])
+  found = jax.device_get(by_count(weight_OI, x_IR))
+  most, _ = found[-1]
   exact = np.tensordot(np.asarray(weight_OI, np.float64), np.asarray(x_IR, np.float64), axes=1)
   error = 1e-5 if kind == 'float32' else 5e-5  # where columns are rounded to 16 bits
   np.testing.assert_allclose(most, exact, rtol=0, atol=error * np.abs(exact).max())
-  for count in COUNTS:  # bit for bit the same, wherever a column stands
-    np.testing.assert_array_equal(cpu.multiply(weight_OI, x_IR[:, :count]), most[..., :count])
-    np.testing.assert_array_equal(cpu.multiply(weight_OI, x_IR[:, -count:]), most[..., -count:])
+  for count, (first, last) in zip(COUNTS, found, strict=True):  # bit for bit the same, wherever a column stands
+    np.testing.assert_array_equal(first, most[..., :count])
+    np.testing.assert_array_equal(last, most[..., -count:])
 
 
 def test_bytes_may_meet_any_number_of_columns(compiled):
-  weight_OI, x_IR = weights('int8', 30, 70), columns(70, 150)
+  weight_OI, x_IR = weights('int8', 30, 70), np.asarray(columns(70, 150))
   few = np.concatenate([cpu.multiply(weight_OI, x_IR[:, i : i + 10]) for i in range(0, 150, 10)], axis=1)
   np.testing.assert_array_equal(cpu.multiply(weight_OI, x_IR), few)
 
@@ -245,10 +253,8 @@ def test_trees_write_the_text_of_plain_decoding(compiled, make, is_quantised, te
   target, drafter = make(), tiny.drafter()
   drafter = drafter.quantised() if is_quantised else drafter
   how = {'max_new_tokens': 24, 'temperature': temperature, 'seed': 3, 'eos_ids': ()}
-  plain = decode.generate(target, None, PROMPTS, **how)
-  for policy in (Chain(3), DynamicTree(3, 3, 3, 8)):
-    out = decode.generate(target, drafter, PROMPTS, policy=policy, **how)
-    assert out.tokens == plain.tokens
+  plain, texts = decode_alike(target, drafter, (Chain(3), DynamicTree(3, 3, 3, 8)), PROMPTS, **how)
+  assert texts == [plain, plain]
 
 
 def test_a_rounded_target_is_held_in_bytes(compiled):
@@ -261,7 +267,7 @@ def test_a_rounded_target_is_held_in_bytes(compiled):
 def test_the_loop_copies_no_cache(compiled, policy, batch):
   params, spec, state = prefilled_pair(tiny.target(), tiny.drafter(), policy, batch=batch)
   shape = 'f32[' + ','.join(map(str, state.cache.keys[0].shape)) + ']'
-  hlo = decode.decode_loop.lower(params, state, spec=spec).compile().as_text()
+  hlo = loop_listing(params, state, spec)
   assert 'custom_call_target="eagle_matmul' in hlo
   assert 'custom_call_target="eagle_attention' in hlo
   assert copies_in_loop(hlo, shape) == []

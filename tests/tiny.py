@@ -1,5 +1,8 @@
 """Random networks so small that compiling them takes a second; the target's text is far from constant."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -19,8 +22,18 @@ HOW = {'max_new_tokens': 24, 'eos_ids': ()}
 SAMPLINGS = ({}, {'temperature': 1.0, 'seed': 5})
 
 
+@functools.cache
+def _drawn(network, seed: int) -> Any:
+  return jax.device_get(network.init_params(jax.random.key(seed)))
+
+
+def random_params(network, seed: int) -> Any:
+  """Make a network's random weights, which are drawn once in a process: op by op, which takes seconds at first."""
+  return jax.tree.map(jnp.array, _drawn(network, seed))
+
+
 def target(config: TargetConfig = TARGET, *, seed: int = 0, tokenizer=None) -> Target:
-  return Target(config, TransformerTarget(config).init_params(jax.random.key(seed)), tokenizer)
+  return Target(config, random_params(TransformerTarget(config), seed), tokenizer)
 
 
 def sure_target() -> Target:
@@ -32,7 +45,7 @@ def sure_target() -> Target:
 
 
 def drafter(config: DrafterConfig = DRAFTER, *, seed: int = 1) -> Drafter:
-  return Drafter(config, Eagle(config).init_params(jax.random.key(seed)))
+  return Drafter(config, random_params(Eagle(config), seed))
 
 
 def counting(period: int = 12) -> Target:
