@@ -367,9 +367,8 @@ def test_help_explains_every_flag():
     assert f'--{flag}:' in done.stdout or f'--[no]{flag}:' in done.stdout
 
 
-@pytest.mark.real
-def test_json_of_one_prompt_and_of_a_batch(smollm2, tmp_path):
-  flags = ['--drafter=', '--max_new_tokens=4', '--json']
+def test_json_of_one_prompt_and_of_a_batch(byte_level_target, tmp_path):
+  flags = [f'--target={byte_level_target}', '--drafter=', '--max_new_tokens=4', '--json']
   single = launch('generate', '--prompt=Say hello.', *flags)
   assert single.returncode == 0, single.stderr
   out = json.loads(single.stdout)
@@ -377,24 +376,14 @@ def test_json_of_one_prompt_and_of_a_batch(smollm2, tmp_path):
   assert out['stats']['policy'] == 'plain'
   assert 'ing run_prefill' in single.stderr  # compiling or reading
 
-  prompts = tmp_path / 'prompts.jsonl'
-  prompts.write_text('Name a colour.\n{"prompt": "Say hello."}\n', encoding='utf-8')
-  batch = launch('generate', f'--batch_file={prompts}', *flags)
-  assert batch.returncode == 0, batch.stderr
-  rows = [json.loads(line) for line in batch.stdout.splitlines()]
-  assert len(rows) == 2
-  assert rows[1]['tokens'] == out['tokens']
-
-
-@pytest.mark.slow
-@pytest.mark.real
-def test_one_by_one_the_answers_of_a_batch_are_the_same(smollm2, tmp_path):
-  prompts = tmp_path / 'prompts.txt'
-  prompts.write_text('Name a colour.\nSay hello.\n', encoding='utf-8')
-  flags = ['--drafter=', '--max_new_tokens=4', '--json', f'--batch_file={prompts}']
-  together, one_by_one = launch('generate', *flags), launch('generate', '--batch_size=1', *flags)
+  lines, text = tmp_path / 'prompts.jsonl', tmp_path / 'prompts.txt'
+  lines.write_text('Name a colour.\n{"prompt": "Say hello."}\n', encoding='utf-8')
+  text.write_text('Name a colour.\nSay hello.\n', encoding='utf-8')
+  together = launch('generate', f'--batch_file={lines}', *flags)
+  one_by_one = launch('generate', f'--batch_file={text}', '--batch_size=1', *flags)
   said = [[json.loads(line)['tokens'] for line in run.stdout.splitlines()] for run in (together, one_by_one)]
   assert len(said[0]) == 2, together.stderr
+  assert said[0][1] == out['tokens']
   assert said[0] == said[1], one_by_one.stderr
 
 
