@@ -23,8 +23,8 @@ PAGES = sorted(FOLDER.glob('*.md'))
 SMALL = {  # parameters that keep a run short
   'in_your_pipeline': "MAX_NEW_TOKENS, QUESTIONS = 12, ('One?', 'Two?', 'Three?', 'Four?')",
   'quickstart': "MAX_NEW_TOKENS, QUESTIONS = 12, ('One?', 'Two?')",
-  'train_a_drafter': 'NUM_QUESTIONS, MAX_NEW_TOKENS, NUM_STEPS = 24, 16, 6',
-  'trees': "MAX_NEW_TOKENS, PASS, DEPTHS, QUESTIONS = 12, 1, (2,), ('One?', 'Two?')",
+  'train_a_drafter': 'NUM_QUESTIONS, MAX_NEW_TOKENS, NUM_STEPS = 24, 16, 2',
+  'trees': "MAX_NEW_TOKENS, PASS, DEPTHS, QUESTIONS = 12, 1, (5,), ('One?', 'Two?')",
 }
 
 

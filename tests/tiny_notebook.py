@@ -16,7 +16,7 @@ load_drafter = eagle_jax.load_drafter
 
 @functools.cache  # made when asked for: a notebook may choose its devices first
 def target():
-  return tiny.target(dataclasses.replace(tiny.TARGET, **SIZES), tokenizer=BYTES)
+  return tiny.target(dataclasses.replace(tiny.TARGET, num_layers=1, **SIZES), tokenizer=BYTES)
 
 
 @functools.cache
