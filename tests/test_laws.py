@@ -68,6 +68,12 @@ def test_ancestor_mask_and_depth_match_numpy(seed):
   np.testing.assert_array_equal(depth(mask_TT), [row.sum() - 1 for row in expected_TT])
 
 
+@functools.partial(jax.jit, static_argnames=('way', 'max_depth'))
+def verified(way, tree, choice_PT, *, max_depth: int):
+  """Verify where the target's choices are known, by depth and node."""
+  return way(tree, choice_PT, choose=lambda choice_P, child_T, depth: choice_P[depth], max_depth=max_depth)
+
+
 @pytest.mark.parametrize('way', [verify_sequential, verify_parallel])
 @pytest.mark.parametrize('seed', SEEDS)
 def test_verify_matches_numpy(way, seed):
@@ -80,8 +86,7 @@ def test_verify_matches_numpy(way, seed):
     token.append(choice_TP[node, len(path) - 1])
     same = [i for i in range(12) if tree.parent[i] == node and tree.token[i] == token[-1]]
     node = same[0] if same else None
-  choice_PT = jnp.asarray(choice_TP.T)
-  verdict = way(tree, choice_PT, choose=lambda choice_P, child_T, depth: choice_P[depth], max_depth=4)
+  verdict = verified(way, tree, choice_TP.T, max_depth=4)
   assert verdict.num_accepted == len(path) - 1
   np.testing.assert_array_equal(verdict.path, path + [12] * (5 - len(path)))
   np.testing.assert_array_equal(verdict.token, token + [NO_TOKEN] * (5 - len(token)))
@@ -92,7 +97,8 @@ def test_verify_accepts_paths_of_every_length(way):
   """A chain 0-1-2-3 of tokens 5: the target agrees `n` times."""
   tree = DraftTree(jnp.full(4, 5), jnp.asarray([NO_PARENT, 0, 1, 2]), jnp.zeros(4))
   for n in range(4):
-    verdict = way(tree, (), choose=lambda _, child_T, depth, n=n: jnp.where(depth < n, 5, 6), max_depth=3)
+    choice_PT = np.repeat(np.where(np.arange(4) < n, 5, 6).astype(np.int32)[:, None], 4, axis=1)
+    verdict = verified(way, tree, choice_PT, max_depth=3)
     assert verdict.num_accepted == n
     assert verdict.token.tolist() == [5] * n + [6] + [NO_TOKEN] * (3 - n)
 
@@ -167,7 +173,8 @@ def test_grow_and_rerank_match_numpy(policy, nan):
     np.testing.assert_array_equal(mask_TT, ancestor_mask(tree.parent, max_depth=policy.num_nodes))
     if nan == 1:
       assert token_T == [9] + [NO_TOKEN] * (policy.num_nodes - 1)
-      assert verify(tree, (), lambda _, child_T, depth: jnp.int32(3), max_depth=policy.max_depth).num_accepted == 0
+      choice_PT = np.full((policy.max_depth + 1, policy.num_nodes), 3, np.int32)
+      assert verified(verify, tree, choice_PT, max_depth=policy.max_depth).num_accepted == 0
 
 
 @pytest.mark.parametrize('template', [EAGLE1_PATHS, *(p.paths for p in POLICIES[-2:])], ids=len)
