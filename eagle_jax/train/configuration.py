@@ -28,7 +28,7 @@ def read_configuration(path: str, variant: str | None = None, *, shapes_alone: b
     ValueError: the file raises an error; or something is missing, of another type, or has an unknown name or one that
       is no plain folder name.
   """
-  config = _executed(path)
+  config = _execute(path)
   variants = config.get('VARIANTS', {})
   if not isinstance(variants, dict) or not all(isinstance(changes, dict) for changes in variants.values()):
     raise ValueError(f'{path}: VARIANTS is {variants!r:.80}; a dict of dicts is needed.')
@@ -74,7 +74,8 @@ def _require_folder_names(source: str, names: Mapping[str, Any]) -> None:
       raise ValueError(f'{source} has the name {name!r}; a plain folder name, without slashes, is needed.')
 
 
-def _executed(path: str) -> dict[str, Any]:
+def _execute(path: str) -> dict[str, Any]:
+  """Run a configuration file; return its names. An error of the file's is a ValueError that says the line."""
   file = str(Path(path).expanduser())
   if Path(file).is_dir():
     raise ValueError(f'{path} is a folder: give a configuration, such as those in configs/.')

@@ -95,6 +95,7 @@ def parse(record: Any) -> Conversation:
 
 
 def _fields(record: Any) -> Mapping[str, Any]:
+  """Return the fields of a record; those of a line that is no JSON object are its text as `prompt`."""
   if isinstance(record, str):
     text = record.removeprefix('\ufeff').strip()
     try:
@@ -109,6 +110,7 @@ def _fields(record: Any) -> Mapping[str, Any]:
 
 
 def _in_turn(messages: list[tuple[str, str]]) -> Conversation:
+  """Return the conversation of (role, text) pairs; a system message may come first."""
   system = None
   if messages and messages[0][0] == 'system':
     (_, system), *messages = messages
@@ -150,6 +152,7 @@ def _text(value: Any) -> str:
 
 
 def user(text: str) -> Message:
+  """Return a message of the user."""
   return {'role': 'user', 'content': text}
 
 

@@ -16,6 +16,7 @@ _LOOK_AHEAD = 64  # examples among which one is sought that fits the room left i
 
 class Packed(NamedTuple):
   """B rows of L places. Place t of a text joins f_t with x_{t+1} and learns f_{t+1}, which predicts x_{t+2}.
+
   It counts where x_{t+2} is an answer's token. So the place before the answer, which the first draft step of a
   generation starts from, is trained too; the reference leaves it out ("Training" in draft/README.md). The last place of
   a text has nothing to learn.

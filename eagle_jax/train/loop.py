@@ -106,7 +106,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Setup:
-  """What a run trains with, checked before anything is written."""
+  """The arguments of a run, checked before anything is written, and what follows from them."""
 
   config: Any  # of the drafter
   recipe: Recipe
@@ -128,7 +128,7 @@ class _Setup:
 
   @property
   def ids_hash(self) -> dict[str, str]:
-    """What the run's settings say of the ids that were known before."""
+    """The entry of the run's settings for ids that were known before; empty if there were none."""
     return {} if self.ids is None else {'ids': hashlib.sha256(self.ids.astype('<i4').tobytes()).hexdigest()}
 
   @property

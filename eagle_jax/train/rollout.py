@@ -36,7 +36,7 @@ def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool
     is_leaky: masked places stay in the denominator with score 0, as in the trainers released with HASS; for comparison.
   """
 
-  def mix(q_BGJLK, k_BGLK, v_BGLK):
+  def attend(q_BGJLK, k_BGLK, v_BGLK):
     steps = (*memory, (k_BGLK, v_BGLK))
     (keys_BGLK, values_BGLK), age, num_rows = steps[0], len(memory), sequence_BL.shape[1]
     visible_BLL = causal_mask(sequence_BL, age=age)
@@ -54,7 +54,7 @@ def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool
       out_BGJLK += own_BGJLK.astype(v_BGLK.dtype)
     return out_BGJLK, steps
 
-  return mix
+  return attend
 
 
 def own_scores(q_BGJLK: jax.Array, k_BGLK: jax.Array) -> jax.Array:
@@ -90,8 +90,8 @@ def rollout(
     return heads_by_place(network, params, taps.feature, num_steps)
 
   def step(params, memory, read_DBL):
-    mix = multistep_attention(memory, packed.sequence, is_leaky=is_leaky)
-    return network.apply_layer(params, packed.next_token, read_DBL, packed.position, mix)
+    attend = multistep_attention(memory, packed.sequence, is_leaky=is_leaky)
+    return network.apply_layer(params, packed.next_token, read_DBL, packed.position, attend)
 
   run = jax.checkpoint(step) if remat else step
   outs, memory, read_DBL = [], (), network.fuse_taps(params, taps)
@@ -111,8 +111,9 @@ def heads_by_place(network: Medusa, params: Any, feature_DBL: jax.Array, num_hea
 
 
 def chain_weights(packed: Packed, num_steps: int) -> jax.Array:
-  """Return [num_steps, B, L] f32, the weight of each place at each step: its own, if its chain began at a place of the
-  same text with a weight above 0.
+  """Return [d, B, L] f32, the weight of each place at each of `num_steps` steps.
+
+  It is the place's own if its chain began at a place of the same text with a weight above 0, else 0.
   """
   weight_BL, steps = packed.weight, [packed.weight]
   for age in range(1, num_steps):

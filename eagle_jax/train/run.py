@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -225,36 +226,14 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
   require_match(drafter_config, target_config)
   require_whole_share('num_rows', recipe.num_rows, mesh)
   is_stored = any(kind.stores_features for kind in config.get('DATA', {}).values())
-  dtype = jnp.dtype(recipe.dtype)
-  taps = drafter_config.tapped_layers(target_config.num_layers)
-  network, fresh = (kind_of(drafter_config).network(drafter_config, x) for x in (dtype, jnp.float32))
-  reader = TransformerTarget(target_config, dtype, taps)
+  dtype, taps = jnp.dtype(recipe.dtype), drafter_config.tapped_layers(target_config.num_layers)
   num_stored = target_config.width * (1 + len(taps)) if is_stored else 0
-
-  def shapes() -> tuple[TrainState, Frozen, Packed]:
-    params = fresh.init_params(jax.random.key(0))
-    state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
-    target = reader.init_params(jax.random.key(0))
-    head_UD = jnp.zeros((drafter_config.num_ids, target_config.width), dtype)
-    row_of_V = jnp.zeros(target_config.vocab_size, jnp.int32)
-    whole = target.get('head', target['embed'])['weight'] if recipe.objective.looks_outside else ()
-    frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if is_stored else target, whole)
-    places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)
-    feature = jnp.zeros((*places.shape, num_stored), jnp.bfloat16)
-    return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
-
-  state, frozen, packed = jax.eval_shape(shapes)
-  names = ('embed', 'head', 'whole_head') if recipe.objective.looks_outside else ('embed', 'head')
-  matrices = {name: param_sharding([name, 'weight'], getattr(frozen, name).shape, mesh) for name in names}
-  frozen_shardings = param_shardings(frozen, mesh)._replace(**matrices)
-  placed = [
-    jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-    for tree, shardings in (
-      (state, param_shardings(state, mesh)),
-      (frozen, frozen_shardings),
-      (packed, batch_shardings(packed, mesh)),
-    )
-  ]
+  reader = TransformerTarget(target_config, dtype, taps)
+  shapes = jax.eval_shape(functools.partial(_step_arguments, config, reader, num_stored))
+  placed = jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, _shardings(shapes, mesh)
+  )
+  network = kind_of(drafter_config).network(drafter_config, dtype)
   with use_mesh(mesh):
     static: dict[str, Any] = {'network': network, 'recipe': recipe, 'target': None if is_stored else reader}
     compiled = train_step.lower(*placed, **static).compile()
@@ -269,3 +248,35 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     'total': total,
     'stored_per_token': 2 * num_stored,
   }
+
+
+def _step_arguments(
+  config: Mapping[str, Any], reader: TransformerTarget, num_stored: int
+) -> tuple[TrainState, Frozen, Packed]:
+  """Make what `train_step` takes, of zeros and random weights; only its shapes are of use.
+
+  Args:
+    config: as for `dry_run`.
+    reader: the target's network.
+    num_stored: features and taps that are stored for each token; 0: they are computed in the step.
+  """
+  drafter, recipe = config['DRAFTER'], config['RECIPE']
+  params = kind_of(drafter).network(drafter, jnp.float32).init_params(jax.random.key(0))
+  state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
+  target = reader.init_params(jax.random.key(0))
+  head_UD = jnp.zeros((drafter.num_ids, reader.config.width), reader.dtype)
+  row_of_V = jnp.zeros(reader.config.vocab_size, jnp.int32)
+  whole = target.get('head', target['embed'])['weight'] if recipe.objective.looks_outside else ()
+  frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if num_stored else target, whole)
+  places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)
+  feature = jnp.zeros((*places.shape, num_stored), jnp.bfloat16)
+  return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
+
+
+def _shardings(arguments: tuple[TrainState, Frozen, Packed], mesh: Mesh) -> tuple[Any, Any, Any]:
+  """Return the sharding of each array that `train_step` takes."""
+  state, frozen, packed = arguments
+  names = [name for name in ('embed', 'head', 'whole_head') if getattr(frozen, name) != ()]
+  matrices = {name: param_sharding([name, 'weight'], getattr(frozen, name).shape, mesh) for name in names}
+  frozen_shardings = param_shardings(frozen, mesh)._replace(**matrices)
+  return param_shardings(state, mesh), frozen_shardings, batch_shardings(packed, mesh)

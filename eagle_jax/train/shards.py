@@ -161,6 +161,7 @@ def make_conversations(
 
 
 def _answerer(target: Target, data: Data) -> Answerer:
+  """Make the answerer that `data` describes."""
   if target.tokenizer is None:
     raise ValueError('Conversations need a tokenizer, and this target has none: load one that brings its own.')
   return Answerer(

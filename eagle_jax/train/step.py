@@ -25,8 +25,10 @@ NUM_CHAIN = 6  # steps of the chain whose agreement evaluation follows
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """What the drafter learns. The defaults are EAGLE's two terms, which the reference (`eagle/train/main.py`) weighs 1
-  and 0.1; each field beyond them is another paper's.
+  """The loss of a drafter, as weights of its parts.
+
+  The defaults are EAGLE's two terms, which the reference (`eagle/train/main.py`) weighs 1 and 0.1; each field beyond
+  them is another paper's.
   """
 
   regression: float = 1.0  # weight of the Huber loss to the target's features
@@ -63,7 +65,7 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """How a drafter is trained; static in the step."""
+  """The batches, the objective and the optimizer of a training run; static in the step."""
 
   num_steps: int  # batches; an update takes `num_accumulated` of them
   num_rows: int = 4  # packed rows a step: the global batch
@@ -121,7 +123,7 @@ class Recipe:
 
 
 class TrainState(NamedTuple):
-  """What a training step changes."""
+  """The arrays that a training step changes."""
 
   params: Any  # the drafter's own, as of its network's `init_params`, float32
   optimizer: Any
@@ -129,7 +131,7 @@ class TrainState(NamedTuple):
 
 
 class Frozen(NamedTuple):
-  """What a training step reads."""
+  """The arrays of the target that a training step reads."""
 
   embed: jax.Array  # [V, D], the target's
   head: jax.Array  # [U, D], the target's rows of the ids that the loss looks at
@@ -147,7 +149,7 @@ def target_taps(frozen: Frozen, packed: Packed, target: TransformerTarget | None
 
 
 class Rows(NamedTuple):
-  """What the losses compare the drafter's outputs with, at each place."""
+  """The values that the drafter's outputs are compared with, at each place."""
 
   target: jax.Array  # [D, B, L], the features to be predicted
   label: jax.Array  # [B, L] i32, the text's own token, as an index into the head's rows; -1 if it has none
@@ -164,14 +166,14 @@ class Heads(NamedTuple):
 
 
 class Ranks(NamedTuple):
-  """How many ids the drafter ranks above ..."""
+  """Ranks of tokens among the drafter's logits, 0 for the largest."""
 
-  best: jax.Array  # [d, B, L] i32, ... the target's favourite among them
-  label: jax.Array  # [d, B, L] i32, ... the text's own token
+  best: jax.Array  # [d, B, L] i32, of the target's likeliest token among the drafted ids
+  label: jax.Array  # [d, B, L] i32, of the text's own token
 
 
 class Distilled(NamedTuple):
-  """What is measured beside the loss."""
+  """Measurements beside the loss, at each step and place."""
 
   cross_entropy: jax.Array  # [d, B, L] f32, the plain one
   ranks: Ranks
@@ -179,8 +181,8 @@ class Distilled(NamedTuple):
   is_known: jax.Array  # [d, B, L] bool, whether the place counts; see `Objective.skips_unknown`
 
 
-def distill(objective: Objective, heads: Heads, out_DdBL: jax.Array, rows: Rows):
-  """Return, for each place, the weighted sum of the parts of the loss [d, B, L], and what is `Distilled`.
+def distill(objective: Objective, heads: Heads, out_DdBL: jax.Array, rows: Rows) -> tuple[jax.Array, Distilled]:
+  """Return, for each place, the weighted sum of the parts of the loss, [d, B, L] f32, and what is `Distilled`.
 
   With a draft vocabulary the target's distribution is renormalised over its ids, at every place; EAGLE-3's trainers
   leave out places whose best id is another one (`eagle/traineagle3/cnets.py` of the reference).
@@ -227,58 +229,77 @@ def _noise(seed_R: jax.Array, num_ids: int) -> jax.Array:
 
 
 def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Eagle, target, recipe: Recipe):
-  """Return the loss and metrics of each step s: `cross_entropy_s`, `regression_s`, `top1_s` (agreement with the
-  target's best of the drafted ids), ...
+  """Return the loss, [] f32, and metrics of each step s, `NAME_s`, [] f32 each.
 
-  `chain_s` is the share of places whose chain, drafted greedily from step 0 to s, equals the text.
+  `cross_entropy_s` and `regression_s` are parts of the loss. `top1_s`, `top2_s` and `top3_s` are shares of places where
+  the target's likeliest drafted id is among the drafter's best 1, 2 or 3. `chain_s` is the share of places whose chain,
+  drafted greedily from step 0 to s, equals the text.
   """
   objective = recipe.objective
   taps = jax.lax.stop_gradient(target_taps(frozen, packed, target))
-  feature_DBL = taps.feature.astype(jnp.float32)
-  next_DBL = jnp.roll(feature_DBL, -1, axis=2)
-  half = recipe.feature_noise
-  noisy_DBL = feature_DBL + jax.random.uniform(key, feature_DBL.shape, minval=-half, maxval=half)
   read = {**jax.tree.map(lambda x: x.astype(network.dtype), params), 'embed': frozen.embed}
-  out_DdBL = rollout(
-    read,
-    taps._replace(feature=noisy_DBL.astype(network.dtype)),
-    packed,
-    network=network,
-    num_steps=objective.num_steps,
-    is_detached=objective.is_detached,
-    is_leaky=objective.is_leaky,
-    remat=recipe.remat,
-  )
-  out_DdBL = constrain(out_DdBL, ('width', None, 'batch', None))
+  out_DdBL = roll_out_noisy(read, taps, packed, key, network=network, recipe=recipe)
+  rows = rows_of(taps.feature.astype(jnp.float32), frozen, packed, key, objective)
+  loss_dBL, distilled = score_by_chunks(read, out_DdBL, frozen, rows, network=network, recipe=recipe)
 
-  rows = Rows(next_DBL, jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))
-  if objective.perturbed_cross_entropy:
-    rows = rows._replace(seed=jax.random.bits(jax.random.fold_in(key, 1), packed.label.shape).astype(jnp.int32))
-  own_head = read['head']['weight'] if 'head' in read else None
-  heads = Heads(frozen.head, frozen.head if own_head is None else own_head, frozen.row_of, frozen.whole_head)
-  num_chunks = max(1, recipe.num_places // recipe.chunk_places)
-  by_rows = losses.by_chunks(functools.partial(distill, objective), num_chunks, is_frozen=own_head is None)
-  scored = [network.pre_head(read, out_DBL.reshape(len(out_DBL), -1)) for out_DBL in jnp.unstack(out_DdBL, axis=1)]
-  scored_DdBL = jnp.stack([x_DR.reshape(-1, *packed.label.shape) for x_DR in scored], axis=1)
-  row_dBL, distilled = by_rows(heads, constrain(scored_DdBL, ('width', None, 'batch', None)), rows)
   means = {'cross_entropy': distilled.cross_entropy}
-  if own_head is None:
-    means['regression'] = losses.regression(out_DdBL, next_DBL[:, None])
-    row_dBL += objective.regression * means['regression']
-
-  counted_dBL, ranks = chain_weights(packed, objective.num_steps), distilled.ranks
-  weight_dBL = place_weights(objective, counted_dBL, distilled)
-  decay_d = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
-  loss = losses.weighted_mean((row_dBL * weight_dBL).sum(axis=(1, 2)) / counted_dBL[0].sum().clip(1), decay_d)
-
+  if 'head' not in read:
+    means['regression'] = losses.regression(out_DdBL, rows.target[:, None])
+    loss_dBL += objective.regression * means['regression']
+  ranks = distilled.ranks
   means['chain'] = prefix_correct(ranks.label == 0) & (ranks.label == 0)
   means |= {f'top{n}': ranks.best < n for n in (1, 2, 3)}
+
+  counted_dBL = chain_weights(packed, objective.num_steps)
+  weight_dBL = place_weights(objective, counted_dBL, distilled)
+  decay_d = objective.step_decay ** jnp.arange(objective.num_steps, dtype=jnp.float32)
+  loss = losses.weighted_mean((loss_dBL * weight_dBL).sum(axis=(1, 2)) / counted_dBL[0].sum().clip(1), decay_d)
   metrics = {
     f'{name}_{step}': losses.weighted_mean(x_dBL[step].astype(jnp.float32), counted_dBL[step])
     for name, x_dBL in means.items()
     for step in range(objective.num_steps)
   }
   return loss, {'loss': loss, **metrics}
+
+
+def roll_out_noisy(params: Any, taps: Taps, packed: Packed, key, *, network: Eagle, recipe: Recipe) -> jax.Array:
+  """Return [D, d, B, L], the drafter's outputs at each step, on features with the recipe's noise."""
+  feature_DBL, half = taps.feature.astype(jnp.float32), recipe.feature_noise
+  noisy_DBL = feature_DBL + jax.random.uniform(key, feature_DBL.shape, minval=-half, maxval=half)
+  out_DdBL = rollout(
+    params,
+    taps._replace(feature=noisy_DBL.astype(network.dtype)),
+    packed,
+    network=network,
+    num_steps=recipe.objective.num_steps,
+    is_detached=recipe.objective.is_detached,
+    is_leaky=recipe.objective.is_leaky,
+    remat=recipe.remat,
+  )
+  return constrain(out_DdBL, ('width', None, 'batch', None))
+
+
+def rows_of(feature_DBL: jax.Array, frozen: Frozen, packed: Packed, key, objective: Objective) -> Rows:
+  """Return what each place is to predict: the next feature and the next token of its text."""
+  rows = Rows(jnp.roll(feature_DBL, -1, axis=2), jnp.where(packed.label < 0, -1, frozen.row_of[packed.label]))
+  if objective.perturbed_cross_entropy:
+    rows = rows._replace(seed=jax.random.bits(jax.random.fold_in(key, 1), packed.label.shape).astype(jnp.int32))
+  return rows
+
+
+def score_by_chunks(
+  params: Any, out_DdBL: jax.Array, frozen: Frozen, rows: Rows, *, network: Eagle, recipe: Recipe
+) -> tuple[jax.Array, Distilled]:
+  """Return what `distill` does, of the drafter's outputs at each step, `recipe.chunk_places` of a row at a time."""
+  own_head = params['head']['weight'] if 'head' in params else None
+  heads = Heads(frozen.head, frozen.head if own_head is None else own_head, frozen.row_of, frozen.whole_head)
+  num_chunks = max(1, recipe.num_places // recipe.chunk_places)
+  distill_chunks = losses.by_chunks(
+    functools.partial(distill, recipe.objective), num_chunks, is_frozen=own_head is None
+  )
+  scored = [network.pre_head(params, out_DBL.reshape(len(out_DBL), -1)) for out_DBL in jnp.unstack(out_DdBL, axis=1)]
+  scored_DdBL = jnp.stack([x_DR.reshape(-1, *rows.label.shape) for x_DR in scored], axis=1)
+  return distill_chunks(heads, constrain(scored_DdBL, ('width', None, 'batch', None)), rows)
 
 
 def place_weights(objective: Objective, counted_dBL: jax.Array, distilled: Distilled) -> jax.Array:
