@@ -87,6 +87,7 @@ def guessed_policy(batch: int, *, num_free: int, lookup: bool = True) -> TreePol
 
 
 def _choose(policy: Any, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int) -> TreePolicy:
+  """Return the policy that was asked for: an object as it is, plain decoding, or the best known one for 'auto'."""
   if policy == 'plain':
     return Plain()
   if policy == 'auto':

@@ -149,8 +149,7 @@ class Batcher:
       with use_mesh(self._mesh):
         state = self._refill(state, waiting, running)
         if has_ended is None:
-          num_free = self._batch_size - len(running)
-          num_done = min(self._num_refill, len(waiting)) if waiting else num_free + min(self._num_refill, len(running))
+          num_done = self._num_done(len(waiting), len(running))
           state = self._run('decode_s', _ADVANCE, self._params, state, np.int32(num_done), spec=self._spec)
         finished = self._take_finished(state, running, take, has_ended)
         if has_ended and not finished:
@@ -163,6 +162,12 @@ class Batcher:
     run = self.clock.compile(program, *args, **static)
     with self.clock.adds_to(name):
       return jax.block_until_ready(run(*args))
+
+  def _num_done(self, num_waiting: int, num_running: int) -> int:
+    """Count the rows, free ones included, that have to be done before the host looks at them: a refill's worth."""
+    if num_waiting:
+      return min(self._num_refill, num_waiting)
+    return self._batch_size - num_running + min(self._num_refill, num_running)
 
   def _refill(self, state: DecodeState, waiting: Waiting, running: dict[int, int]) -> DecodeState:
     """Move requests from `waiting` to free rows, `num_refill` at a time, for as long as there are both."""
@@ -190,6 +195,7 @@ class Batcher:
     return chosen
 
   def _prefill(self, chosen: Sequence[Request]) -> DecodeState:
+    """Prefill up to `num_refill` requests, in a batch of that many."""
     prompts = self._pad([request.token for request in chosen], [0])
     tokens_nL, length_n = pad_prompts(prompts, max(len(request.token) for request in chosen))
     temperature_n = np.asarray(self._pad([request.temperature for request in chosen], 0.0), np.float32)

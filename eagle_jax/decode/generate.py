@@ -194,6 +194,7 @@ class CheckedRequest(NamedTuple):
 def _check(
   target: Target, drafter: Drafter | None, prompts: Any, options: Options, *, batch_size: Any = None
 ) -> CheckedRequest:
+  """Check a request, resolve its policy, and encode its prompts. Arguments as in `generate`."""
   require_pair(target, drafter)
   ids = token_ids(target, prompts)
   batch = len(ids) if batch_size is None else min(len(ids), at_least_one('batch_size', batch_size))
@@ -306,6 +307,7 @@ class Answers(_WithStats, Iterator[Answer]):
     return next(self._answers)
 
   def _make_answers(self, target: Target) -> Iterator[Answer]:
+    """Decode, and yield the answers in the order of the prompts."""
     is_one_batch = self._request.batch_size == len(self._request.ids)
     run = self._run_batch if is_one_batch else self._run_refilled
     for number, outputs in enumerate(in_order(run(mesh_of(target.params)))):
@@ -396,6 +398,7 @@ class Stream(_WithStats, Iterator[Chunk]):
     return next(self._chunks)
 
   def _make_chunks(self, mesh: Mesh | None) -> Iterator[Chunk]:
+    """Prefill, then run a step for each chunk that is asked for."""
     params, spec = self._request.params, self._request.spec
     arguments, static = self._request.prepared()
     with use_mesh(mesh):

@@ -149,27 +149,30 @@ def require_valid(config: TargetConfig, ids: list[list[int]] | None, options: Op
     _number(name, getattr(options, name))
   if row_ids is not None and ids is not None and len(row_ids) != len(ids):
     raise ValueError(f'`row_ids` must hold one id for each of {len(ids)} prompts, got {len(row_ids)} ids.')
-  vocab_size, max_context = config.vocab_size, config.max_context
-  if outside := [token for token in options.eos_ids or () if not 0 <= token < vocab_size]:
-    raise ValueError(f'`eos_ids` must be between 0 and {vocab_size - 1} (the vocabulary), got {outside[:5]}.')
+  largest = config.vocab_size - 1
+  if outside := [token for token in options.eos_ids or () if not 0 <= token <= largest]:
+    raise ValueError(f'`eos_ids` must be between 0 and {largest} (the vocabulary), got {outside[:5]}.')
   for number, tokens in enumerate(ids or ()):
-    if not tokens:
-      raise ValueError(f'Prompt {number} must have at least one token, got none.')
-    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-      raise ValueError(
-        f'Prompt {number} must hold ids between 0 and {vocab_size - 1} (the vocabulary), got {outside[:5]}.'
-      )
-    if len(tokens) + max_new_tokens > max_context:
-      raise ValueError(
-        f'Prompt {number} and its new tokens must fit the context of {max_context} tokens, got {len(tokens)} + '
-        f'max_new_tokens={max_new_tokens}. Shorten the prompt or lower max_new_tokens.'
-      )
+    _require_prompt(f'Prompt {number}', tokens, config, max_new_tokens)
   if not 0 <= temperature <= MAX_TEMPERATURE:
     raise ValueError(f'`temperature` must be between 0 (greedy) and {MAX_TEMPERATURE:g}, got {temperature}.')
   if top_k < 0:
     raise ValueError(f'`top_k` must be an integer >= 0 (0 keeps all tokens), got {top_k}.')
   if not MIN_TOP_P <= top_p <= 1:
     raise ValueError(f'`top_p` must be between {MIN_TOP_P:.3g} and 1 (which keeps all tokens), got {top_p}.')
+
+
+def _require_prompt(name: str, tokens: list[int], config: TargetConfig, max_new_tokens: int) -> None:
+  """Raise a ValueError if a prompt is empty, holds ids outside the vocabulary, or leaves too little of the context."""
+  if not tokens:
+    raise ValueError(f'{name} must have at least one token, got none.')
+  if outside := [token for token in tokens if not 0 <= token < config.vocab_size]:
+    raise ValueError(f'{name} must hold ids between 0 and {config.vocab_size - 1} (the vocabulary), got {outside[:5]}.')
+  if len(tokens) + max_new_tokens > config.max_context:
+    raise ValueError(
+      f'{name} and its new tokens must fit the context of {config.max_context} tokens, got {len(tokens)} + '
+      f'max_new_tokens={max_new_tokens}. Shorten the prompt or lower max_new_tokens.'
+    )
 
 
 def require_valid_batch(config: TargetConfig, tokens_BL: Any, length_B: Any, options: Options) -> None:

@@ -15,7 +15,7 @@ from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import TextLookup
 from eagle_jax.policy.trees import TreePolicy, level_starts
 from eagle_jax.sharding import num_batch_shards
-from eagle_jax.tree import NO_PARENT, Candidates, DraftTree, ancestor_mask, depth, pad_nodes, rerank
+from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates, DraftTree, ancestor_mask, depth, pad_nodes, rerank
 
 
 def draft_context(state: DecodeState, arrays: Any, *, spec: Spec) -> DraftContext:
@@ -182,7 +182,7 @@ def result(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
   num_new = state.num_accepted.shape[1]
   index_1N = jnp.arange(num_new)[None]
   new_BN = jnp.take_along_axis(state.text, state.num_prompt[:, None] + index_1N, axis=1, mode='clip')
-  tokens_BN = jnp.where(index_1N < state.num_tokens[:, None], new_BN, -1)
+  tokens_BN = jnp.where(index_1N < state.num_tokens[:, None], new_BN, NO_TOKEN)
   num_accepted_BN = jnp.where(index_1N < state.num_passes[:, None], state.num_accepted, -1)
   return tokens_BN, state.num_tokens, num_accepted_BN
 

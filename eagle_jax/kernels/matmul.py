@@ -23,8 +23,8 @@ def reference(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.A
 def multiply_parts(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any = None) -> jax.Array:
   """Multiply `NUM_PARTS` parts of the matrix, as a batch.
 
-  XLA:CPU gives a small matrix times one column to one core, and the parts to several. Times more columns the matrix is
-  faster whole.
+  XLA:CPU multiplies a small matrix by one column on one core, and the parts on several. By more columns, the whole
+  matrix is faster.
   """
   part_POI = weight_OI.reshape(NUM_PARTS, -1, weight_OI.shape[-1])
   x_PIR = jnp.broadcast_to(x_IR, (NUM_PARTS, *x_IR.shape))

@@ -12,7 +12,7 @@ def reference(x: jax.Array, *dependencies: jax.Array) -> jax.Array:
 
 
 def wait_for(index_B: jax.Array, is_ready_B: jax.Array) -> jax.Array:
-  """Return indices, none of them negative, that hang on a condition: what is written there waits until it is known.
+  """Return indices, none of them negative, that depend on a condition, so that a write there waits until it is known.
 
   XLA copies an array that it may have to write while it is read: in plain decoding every cache, at every step.
   """
@@ -20,8 +20,8 @@ def wait_for(index_B: jax.Array, is_ready_B: jax.Array) -> jax.Array:
 
 
 def compute_once(x_ABC: jax.Array) -> jax.Array:
-  """Return a float32 table that all its readers share: XLA would fuse into each of them what the table is made of.
+  """Return a float32 table, computed once for all its readers; XLA would fuse its computation into each of them.
 
-  A product it leaves apart; this one, by the identity, changes nothing.
+  It does not fuse a product. This one, by the identity, changes no number.
   """
   return einsum_float32('ij,jbt->ibt', jnp.eye(x_ABC.shape[0]), x_ABC)

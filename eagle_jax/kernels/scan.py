@@ -12,15 +12,15 @@ from eagle_jax.kernels.dispatch import dispatch
 
 def reference(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
   """Call the step for each element; return the last carry, and all outputs, stacked."""
-  given = []
+  outputs = []
   for x in x_d:
     carry, y = step(carry, x)
-    given.append(y)
-  return carry, jax.tree.map(lambda *y: jnp.stack(y), *given)
+    outputs.append(y)
+  return carry, jax.tree.map(lambda *y: jnp.stack(y), *outputs)
 
 
 def scan_loop(carry: Any, x_d: jax.Array, *, step: Callable) -> tuple[Any, Any]:
-  """Scan in a loop, for a small program: XLA:CPU reads one back in time that grows with the square of its size."""
+  """Scan in a loop, so that the program is small: XLA:CPU loads one in time that grows with the square of its size."""
   return jax.lax.scan(step, carry, x_d)
 
 

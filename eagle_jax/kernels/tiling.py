@@ -1,5 +1,4 @@
-"""Sizes that fill whole tiles: of products, where a partial tile costs as much as a full one, and of caches, whose
-slots a kernel reads in blocks."""
+"""Sizes in whole tiles: of products, where a partial tile costs as much as a full one, and of caches read in blocks."""
 
 import dataclasses
 
@@ -10,10 +9,10 @@ from eagle_jax.kernels import cpu
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-  """The numbers of columns that a device multiplies well."""
+  """The rule for how many columns a product should have on a device."""
 
-  least: int = 1  # so many cost no more than one
-  any_until: int = 0  # up to so many need no rounding; more are rounded up to whole tiles
+  least: int = 1  # fewer cost as much as these
+  any_until: int = 0  # up to this number every count is fast; larger ones are rounded up to whole tiles
 
   @classmethod
   def of(cls, platform: str | None = None) -> 'Columns':
@@ -40,5 +39,5 @@ class Columns:
 
 
 def round_up_slots(num_slots: int) -> int:
-  """Return so many slots of a cache, or the few more that make whole blocks: those that a TPU's kernel reads."""
+  """Round the slots of a cache up to whole blocks, as a TPU's kernel reads them; up to 512 are one block."""
   return num_slots if num_slots <= 512 else -(-num_slots // 128) * 128

@@ -22,7 +22,7 @@ def top_k_of_parts(score_RU: jax.Array, count: int) -> tuple[jax.Array, jax.Arra
   `count` is at most `PART`.
   """
   num_columns, size = score_RU.shape
-  padded_RU = jnp.pad(score_RU, ((0, 0), (0, -size % PART)), constant_values=-jnp.inf)  # behind what equals it
+  padded_RU = jnp.pad(score_RU, ((0, 0), (0, -size % PART)), constant_values=-jnp.inf)  # of equals, the first counts
   best_RNC, place_RNC = jax.lax.top_k(padded_RU.reshape(num_columns, -1, PART), count)
   index_RNC = place_RNC + PART * jnp.arange(best_RNC.shape[1]).reshape(1, -1, 1)
   best_RC, place_RC = jax.lax.top_k(best_RNC.reshape(num_columns, -1), count)

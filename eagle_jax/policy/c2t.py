@@ -32,10 +32,10 @@ class Classifier(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class C2T(TunedTree):
-  """A dynamic tree that is as large as a classifier, fitted to the pair by `launch/classifier.py`, has it.
+  """A dynamic tree of the nodes that a classifier, fitted to the pair, gives a sufficient chance of acceptance.
 
-  A path is worth as much as the node on it that is the least likely to be accepted. The best nodes of a level are
-  expanded, as long as one of them is worth it, and only nodes that are worth it are verified.
+  `launch/classifier.py` fits it. A path is worth as much as the node on it that is the least likely to be accepted. The
+  best nodes of a level are expanded, as long as one of them is worth it, and only nodes that are worth it are verified.
 
   Attributes:
     least_accepted: the probability of being accepted above which a node is worth it. Changing it does not recompile.
