@@ -216,7 +216,7 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None,
   floats = target.dtype if asked == jnp.int8 else asked
   table, mesh = kinds.tensor_table(config), mesh_of(target.params)
   is_embedding = functools.partial(_is_same, target.params['embed']['weight'], path=('embed', 'weight'), mesh=mesh)
-  tensors = kinds.kind_of(config).read_tensors(path, config, is_embedding, is_own='kind' in content)
+  tensors = heads.read_head_tensors(path, config, is_embedding, is_own='kind' in content) if table.entries else ()
   params = assemble(tensors, table, floats, mesh=mesh, source=str(path))
   if 'embed' in params and not config.own_embedding:
     log.info("%s: has an embedding of its own, other than the target's", config.name)

@@ -1,7 +1,7 @@
 """The registry of drafter kinds: what each is made of, by its config."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from eagle_jax.draft.dspark import DSpark, DSparkConfig, dspark_table, read_dspa
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
-from eagle_jax.draft.heads import read_eagle, read_eagle3, read_head_tensors, read_medusa
+from eagle_jax.draft.heads import read_eagle, read_eagle3, read_medusa
 from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.model import Model, ModelConfig, no_file
 from eagle_jax.draft.ngram import Ngram, NgramConfig
@@ -29,11 +29,6 @@ def _is_never_published(folder: Path, content: Mapping[str, Any], target: Target
   """Serve as `read_config` of a kind that no other engine writes."""
 
 
-def _no_tensors(folder: Path, config: Any, is_the_targets: Callable, *, is_own: bool) -> Iterator[Any]:
-  """Serve as `read_tensors` of a kind without weights."""
-  return iter(())
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
   """One kind of drafter. A new one is a network under `draft/` and a row of `KINDS`."""
@@ -45,7 +40,6 @@ class Kind:
   tensor_table: Callable[[Any], Table] = lambda config: Table({})
   # (folder, config.json of another engine, the target's config) -> config, or None if that is of another kind.
   read_config: Callable[[Path, Mapping[str, Any], TargetConfig], Any] = _is_never_published
-  read_tensors: Callable[..., Iterator[tuple[str, Any]]] = _no_tensors  # see `heads.read_head_tensors`
   # What it takes from the target where it has none of its own: 'embed', 'head', and 'ids' to draft.
   borrows: frozenset[str] = frozenset()
   is_one_pass: bool = False  # whether all levels come of one pass, and none reads the outputs of the one before
@@ -53,6 +47,8 @@ class Kind:
   # Makes the config of a kind without weights, which is loaded by the kind's name; None of a kind with weights.
   for_target: Callable[[TargetConfig], Any] | None = None
 
+
+_ALL = frozenset({'embed', 'head', 'ids'})  # that a drafter may borrow
 
 # In the order in which they are asked whose a published folder is.
 KINDS: dict[str, Kind] = {
@@ -62,7 +58,6 @@ KINDS: dict[str, Kind] = {
     Medusa,
     tensor_table=medusa_table,
     read_config=read_medusa,
-    read_tensors=read_head_tensors,
     borrows=frozenset({'head', 'ids'}),
     is_one_pass=True,
   ),
@@ -72,8 +67,7 @@ KINDS: dict[str, Kind] = {
     DFlash,
     tensor_table=dflash_table,
     read_config=read_dflash,
-    read_tensors=read_head_tensors,
-    borrows=frozenset({'embed', 'head', 'ids'}),
+    borrows=_ALL,
     is_one_pass=True,
   ),
   'dspark': Kind(
@@ -82,8 +76,7 @@ KINDS: dict[str, Kind] = {
     DSpark,
     tensor_table=dspark_table,
     read_config=read_dspark,
-    read_tensors=read_head_tensors,
-    borrows=frozenset({'embed', 'head', 'ids'}),
+    borrows=_ALL,
     is_one_pass=True,
   ),
   'p-eagle': Kind(
@@ -92,7 +85,6 @@ KINDS: dict[str, Kind] = {
     PEagle,
     tensor_table=peagle_table,
     read_config=read_peagle,
-    read_tensors=read_head_tensors,
     borrows=frozenset({'embed', 'ids'}),
     is_one_pass=True,
   ),
@@ -102,24 +94,21 @@ KINDS: dict[str, Kind] = {
     Eagle,
     tensor_table=eagle_table,
     read_config=read_eagle,
-    read_tensors=read_head_tensors,
-    borrows=frozenset({'embed', 'head', 'ids'}),
+    borrows=_ALL,
   ),
   'eagle2-taps': Kind(
     'EAGLE-2 with taps',
     EagleTapsConfig,
     EagleTaps,
     tensor_table=eagle_taps_table,
-    read_tensors=read_head_tensors,
-    borrows=frozenset({'embed', 'head', 'ids'}),
+    borrows=_ALL,
   ),
   'block': Kind(
     'block',
     BlockConfig,
     Block,
     tensor_table=block_table,
-    read_tensors=read_head_tensors,
-    borrows=frozenset({'embed', 'head', 'ids'}),
+    borrows=_ALL,
   ),
   'eagle3': Kind(
     'EAGLE-3',
@@ -127,7 +116,6 @@ KINDS: dict[str, Kind] = {
     Eagle3,
     tensor_table=eagle3_table,
     read_config=read_eagle3,
-    read_tensors=read_head_tensors,
     borrows=frozenset({'embed', 'ids'}),
   ),
   'model': Kind('a smaller model', ModelConfig, Model, tensor_table=no_file),
