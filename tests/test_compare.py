@@ -214,8 +214,8 @@ def test_answers_are_recorded_by_length_and_come_in_the_order_of_the_questions(t
     lengths.append([len(prompt) for prompt in prompts])
     return SimpleNamespace(tokens=[[row_id] for row_id in row_ids])
 
-  monkeypatch.setattr(compare, 'generate', answer_id)
-  answers = compare.record_answers(target, asked, 1.0, max_new_tokens=8)
+  monkeypatch.setattr('eagle_jax.evaluate.calibration.generate', answer_id)
+  answers = compare.record_answers(target, asked, [1.0], max_new_tokens=8)
   assert lengths == [[40, 33, 30], [16, 5, 3]]
   assert [len(one.prompt) for one in answers] == [3, 40, 5, 30, 16, 33]
   assert [[one.id] for one in answers] == [one.answer for one in answers] == [[question.row_id] for question in asked]

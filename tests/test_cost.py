@@ -20,6 +20,7 @@ from eagle_jax.bench.plots import plot_costs
 from eagle_jax.decode import auto
 from eagle_jax.decode.program import Program
 from eagle_jax.evaluate import random_pairs
+from eagle_jax.evaluate.calibration import answer_plainly, make_examples
 from eagle_jax.evaluate.trace import Nodes, Traced, trace
 from eagle_jax.policy import cost_store
 from eagle_jax.policy import costs as cost
@@ -302,7 +303,7 @@ def test_trace_of_adaptive_policy_matches_decoding(here):
   target, drafter, policy = tiny.target(), tiny.drafter(), COSTS.policies[0].policy
   cost_store.write(COSTS)
   prompts = [[1, 2, 3], [4]]
-  answers = tune.plain_answers(target, drafter, prompts, max_new_tokens=9, temperature=0.0)
+  answers = make_examples(target, drafter, answer_plainly(target, prompts, max_new_tokens=9, temperature=0.0))
   decoded = [decode.generate(target, drafter, [prompt], max_new_tokens=9, policy=policy) for prompt in prompts]
   traced = trace(target, drafter, answers, policy=policy, num_rows=1)
   assert traced.num_accepted == [out.num_accepted[0] for out in decoded]

@@ -17,12 +17,10 @@ from eagle_jax.bench.comparison import Row, merit
 from eagle_jax.bench.measure import generate_warm
 from eagle_jax.bench.questions import Question, tokenizer_of
 from eagle_jax.decode.auto import find_costs
-from eagle_jax.decode.buckets import group_by_length
-from eagle_jax.decode.generate import generate
 from eagle_jax.decode.step import tau
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of as drafter_kind
-from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
+from eagle_jax.evaluate.calibration import AnswerTokens, answer_plainly, make_examples
 from eagle_jax.evaluate.classifier import fit, label
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.positions import Positions, Replayed, grow_everywhere, replay
@@ -83,17 +81,21 @@ def _can_grow(width: int, depth: int, num_nodes: int) -> bool:
 
 
 def record_answers(
-  target: Target, questions: Sequence[Question], temperature: float, *, max_new_tokens: int, seed: int = 0
+  target: Target,
+  questions: Sequence[Question],
+  temperatures: Sequence[float],
+  *,
+  max_new_tokens: int,
+  progress: Callable = lambda x, **_: x,
 ) -> list[AnswerTokens]:
-  """Answer the first turn of every question by plain decoding, prompts of similar length together."""
+  """Answer the first turn of every question by plain decoding, at each temperature in turn."""
   encode = tokenizer_of(target).encode_prompt
   prompts, ids = [encode(question.turns[0]) for question in questions], [question.row_id for question in questions]
-  how: Any = {'max_new_tokens': max_new_tokens, 'temperature': temperature, 'seed': seed}
-  answers: dict[int, list[int]] = {}
-  for group in group_by_length([*map(len, prompts)]):
-    made = generate(target, None, [prompts[i] for i in group], row_ids=[ids[i] for i in group], **how)
-    answers |= zip(group, made.tokens, strict=True)
-  return [AnswerTokens(ids[i], prompt, answers[i], temperature, seed) for i, prompt in enumerate(prompts)]
+  return [
+    answer
+    for temperature in progress(temperatures, desc='answers')
+    for answer in answer_plainly(target, prompts, temperature=temperature, max_new_tokens=max_new_tokens, row_ids=ids)
+  ]
 
 
 def grow_all(
@@ -153,11 +155,7 @@ def compare(
     ValueError: the target has no tokenizer.
   """
   known = [costs for drafter in drafters if (costs := find_costs(target, drafter)) is not None]
-  answers = [
-    answer
-    for temperature in progress(temperatures, desc='answers')
-    for answer in record_answers(target, questions, temperature, max_new_tokens=max_new_tokens)
-  ]
+  answers = record_answers(target, questions, temperatures, max_new_tokens=max_new_tokens, progress=progress)
   tasks = [question.task for question in questions] * len(temperatures)
   rows: list[Row] = []
   for drafter in drafters:
@@ -231,11 +229,7 @@ def fit_classifier(
       f'A classifier is stored with costs, and there are none of {drafter.config.name!r} for '
       f'{target.config.name!r} on this device: run launch/cost.py first.'
     )
-  answers = [
-    answer
-    for temperature in progress(temperatures, desc='answers')
-    for answer in record_answers(target, questions, temperature, max_new_tokens=max_new_tokens)
-  ]
+  answers = record_answers(target, questions, temperatures, max_new_tokens=max_new_tokens, progress=progress)
   reduced = drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
   examples = make_examples(target, reduced, answers, dtype=jnp.float32)
   width = min(WIDTHS[-1], reduced.config.num_ids)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from eagle_jax.decode.buckets import bucket, pad_prompts, require_memory, slots_for
 from eagle_jax.decode.build import build
-from eagle_jax.decode.generate import Work, generate
+from eagle_jax.decode.generate import Work
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.state import DecodeState, Params, Spec
@@ -25,7 +25,7 @@ from eagle_jax.device import bytes_per_s, flops_per_s, num_cores, ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.plain import NoDrafter
-from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
+from eagle_jax.evaluate.calibration import answer_plainly, make_examples
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import Nodes, Traced, observe, trace
 from eagle_jax.kernels.cpu import in_use
@@ -43,7 +43,6 @@ SHAPES: tuple[Chain | DynamicTree, ...] = (
 )  # fmt: skip
 CANDIDATES: tuple[TreePolicy, ...] = tuple(dataclasses.replace(shape, lookup=True) for shape in SHAPES)
 DEEP = 3, 7, 8  # width, depth and nodes of an adaptive tree for text that repeats itself
-NUM_TOGETHER = 4  # prompts answered at a time
 NUM_TIMED = 3  # how many of the best modelled candidates are timed in real decoding, besides plain and adaptive
 TEMPERATURES = (0.0, 1.0)  # of the texts for calibration; rates are measured on the first
 NUM_KNOTS = 12  # of a calibration curve
@@ -287,18 +286,6 @@ def bytes_read(params: Params, cache: Any, drafter_cache: Any, *, has_tied_head:
   return Bytes(num_bytes(weights), num_bytes(cache)), Bytes(num_bytes(own), num_bytes(drafter_cache))
 
 
-def plain_answers(
-  target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
-) -> list[Example]:
-  """Answer the prompts by plain decoding, and make examples of the answers, to trace the drafter along."""
-
-  out = generate(target, None, prompts, max_new_tokens=max_new_tokens, temperature=temperature, batch_size=NUM_TOGETHER)
-  answers = [
-    AnswerTokens(number, *one, temperature) for number, one in enumerate(zip(prompts, out.tokens, strict=True))
-  ]
-  return make_examples(target, drafter, answers)
-
-
 def calibration(
   target: Target, drafter: Drafter, answers: Sequence[Example], *, traced: Traced, temperature: float
 ) -> Calibration:
@@ -346,10 +333,10 @@ def tune(
     max_new_tokens: maximum number of new tokens of an answer.
     progress: wraps long-running iterables, as tqdm does.
   """
-  answers = {
-    temperature: plain_answers(target, drafter, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
-    for temperature in TEMPERATURES
-  }
+  answers: dict[float, list[Example]] = {}
+  for temperature in TEMPERATURES:
+    plain = answer_plainly(target, prompts, temperature=temperature, max_new_tokens=max_new_tokens)
+    answers[temperature] = make_examples(target, drafter, plain)
   greedy = answers[TEMPERATURES[0]]
   tried = try_vocabularies(target, drafter, greedy, batch=batch, num_prompt=contexts[0], progress=progress)
   best = largest_of_the_fastest(tried)

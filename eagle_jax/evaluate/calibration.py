@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from eagle_jax.decode.buckets import group_by_length
+from eagle_jax.decode.generate import generate
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.answered import Answered
 from eagle_jax.evaluate.example import Example
@@ -56,6 +58,24 @@ class AnswerTokens(NamedTuple):
   answer: Sequence[int]  # tokens
   temperature: float = 0.0
   seed: int = 0
+
+
+def answer_plainly(
+  target: Target,
+  prompts: Sequence[Sequence[int]],
+  *,
+  temperature: float,
+  max_new_tokens: int,
+  row_ids: Sequence[int] | None = None,
+) -> list[AnswerTokens]:
+  """Answer prompts by plain decoding, those of similar length together; return the answers in the prompts' order."""
+  ids = range(len(prompts)) if row_ids is None else row_ids
+  options: Any = {'temperature': temperature, 'max_new_tokens': max_new_tokens}
+  answers: dict[int, list[int]] = {}
+  for group in group_by_length([*map(len, prompts)]):
+    out = generate(target, None, [prompts[i] for i in group], row_ids=[ids[i] for i in group], **options)
+    answers |= zip(group, out.tokens, strict=True)
+  return [AnswerTokens(ids[i], prompt, answers[i], temperature) for i, prompt in enumerate(prompts)]
 
 
 def make_examples(
