@@ -18,7 +18,8 @@ from absl import flags
 
 from eagle_jax.bench import cost_report, questions
 from eagle_jax.bench.plots import plot_costs
-from eagle_jax.bench.tune import CONTEXTS, measure_times, tune
+from eagle_jax.bench.timing import CONTEXTS, measure_times
+from eagle_jax.bench.tune import tune
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.policy import cost_store
 from eagle_jax.progress import progress_bar

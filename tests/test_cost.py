@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from eagle_jax import decode, device
-from eagle_jax.bench import cost_report, tune
+from eagle_jax.bench import cost_report, timing, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.decode import auto
 from eagle_jax.decode.program import Program
@@ -375,8 +375,8 @@ def test_tuning_decodes_prompts_of_all_sizes_with_few_programs(monkeypatch):
 
 def test_loops_compile_in_parallel_for_the_mesh(monkeypatch):
   """A thread does not inherit the mesh of the one that starts it."""
-  monkeypatch.setattr(tune, 'num_cores', lambda: 2)
-  assert tune.num_compilers() == 2
+  monkeypatch.setattr(timing, 'num_cores', lambda: 2)
+  assert timing.num_compilers() == 2
   mesh, meshes, together = make_mesh(jax.devices()[:1]), [], threading.Barrier(2, timeout=60)
 
   class Loop:
@@ -385,7 +385,7 @@ def test_loops_compile_in_parallel_for_the_mesh(monkeypatch):
       together.wait()
       return types.SimpleNamespace(compile=lambda: (params, state, spec))
 
-  monkeypatch.setattr(tune, 'decode_loop', Loop())
+  monkeypatch.setattr(timing, 'decode_loop', Loop())
   forms, bars = {name: (f'params {name}', f'spec {name}') for name in 'abcd'}, []
   first = {name: f'state {name}' for name in forms}
 
@@ -393,7 +393,7 @@ def test_loops_compile_in_parallel_for_the_mesh(monkeypatch):
     bars.append(how)
     return each
 
-  runs = tune.compile_loops(forms, first, mesh=mesh, progress=progress)
+  runs = timing.compile_loops(forms, first, mesh=mesh, progress=progress)
   assert runs == {name: (f'params {name}', f'state {name}', f'spec {name}') for name in forms}
   assert meshes == [mesh.abstract_mesh] * 4
   assert bars == [{'desc': 'compiling', 'total': 4}]
@@ -401,10 +401,10 @@ def test_loops_compile_in_parallel_for_the_mesh(monkeypatch):
 
 @pytest.mark.parametrize('num_compilers', [1, 3])
 def test_step_times_of_several_specs_are_finite(monkeypatch, num_compilers):
-  monkeypatch.setattr(tune, 'num_compilers', lambda: num_compilers)
+  monkeypatch.setattr(timing, 'num_compilers', lambda: num_compilers)
   target, drafter = tiny.target(), tiny.drafter()
   forms = {name: decode.build(target, drafter, policy=name) for name in (Plain(), Chain(1), Chain(2))}
-  ms = tune.time_steps(target, forms, batch=2, num_prompt=8, progress=lambda x, **_: x)
+  ms = timing.time_steps(target, forms, batch=2, num_prompt=8, progress=lambda x, **_: x)
   assert [*ms] == [*forms]
   assert all(0 < one < float('inf') for one in ms.values())
 
@@ -412,14 +412,15 @@ def test_step_times_of_several_specs_are_finite(monkeypatch, num_compilers):
 @pytest.mark.slow  # compiles some twenty programs
 def test_tune_measures_a_pair_for_auto(here, monkeypatch):
   target, drafter = tiny.target(), tiny.drafter()
-  parts = {'ALL_PARTS': tune.Parts((1, 2, 4), (1,), (Chain(1),)), 'FEW_PARTS': tune.Parts((1, 2), (1,), ())}
-  small = parts | {'NUM_ROUNDS': 1, 'VOCABULARY_ROUNDS': 1, 'NUM_STEPS': 4, 'NUM_TIMED': 1}
-  small |= {'NUM_HALVINGS': 1, 'DEEP': (2, 3, 5), 'DEPTHS': (2, 3)}
+  parts = {'ALL_PARTS': timing.Parts((1, 2, 4), (1,), (Chain(1),)), 'FEW_PARTS': timing.Parts((1, 2), (1,), ())}
+  for name, value in (parts | {'NUM_ROUNDS': 1, 'NUM_STEPS': 4, 'DEPTHS': (2, 3)}).items():
+    monkeypatch.setattr(timing, name, value)
+  small = {'VOCABULARY_ROUNDS': 1, 'NUM_TIMED': 1, 'NUM_HALVINGS': 1, 'DEEP': (2, 3, 5)}
   small |= {'adaptive_candidates': lambda costs, find=tune.adaptive_candidates: find(costs)[-1:]}
   for name, value in small.items():
     monkeypatch.setattr(tune, name, value)
   monkeypatch.setattr(tune, 'CANDIDATES', (Chain(1), DynamicTree(2, 2, 2, 4)))
-  monkeypatch.setattr(tune, 'bytes_per_s', lambda: 1e9)
+  monkeypatch.setattr(timing, 'bytes_per_s', lambda: 1e9)
   costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], contexts=(8, 40), max_new_tokens=8)
   assert [times.num_slots for times in costs.times] == [32, 64]
   assert [(set(times.verify_ms), set(times.draft_ms)) for times in costs.times] == [({1, 2, 4}, {1}), ({1, 2}, {1})]

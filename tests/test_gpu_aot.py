@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eagle_jax.bench.aot import compiled, described
 from eagle_jax.bench.aot.compiled import ShapedPair
 from eagle_jax.bench.aot.hlo import bytes_moved, num_kernels
-from eagle_jax.bench.tune import EmptyTrees
+from eagle_jax.bench.timing import EmptyTrees
 from eagle_jax.decode.step import decode_loop, decode_step
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate import random_pairs

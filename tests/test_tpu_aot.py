@@ -17,7 +17,7 @@ import pytest
 
 from eagle_jax.bench.aot import compiled, described
 from eagle_jax.bench.aot.compiled import NO_COPIES_AHEAD, ShapedPair
-from eagle_jax.bench.tune import num_bytes
+from eagle_jax.bench.timing import num_bytes
 from eagle_jax.decode.step import decode_loop, decode_step
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.evaluate import random_pairs

@@ -9,7 +9,7 @@ import numpy as np
 
 from eagle_jax.bench.diagnosis import Finding, Text, contradictions, diagnose
 from eagle_jax.bench.measure import NEAR_TIE, gap_at_divergence, generate_warm
-from eagle_jax.bench.tune import bytes_read, first_state
+from eagle_jax.bench.timing import bytes_read, first_state
 from eagle_jax.decode.auto import resolve_policy
 from eagle_jax.decode.buckets import bucket, slots_for
 from eagle_jax.decode.build import build

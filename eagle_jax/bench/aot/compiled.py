@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from eagle_jax.bench.aot.hlo import bytes_moved, estimated_cycles, num_kernels
-from eagle_jax.bench.tune import EmptyTrees, bytes_read
+from eagle_jax.bench.timing import EmptyTrees, bytes_read
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import Params, Spec
