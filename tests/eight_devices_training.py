@@ -19,8 +19,8 @@ from eagle_jax.evaluate.example import Example
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.sharding import make_mesh, param_shardings, use_mesh
 from eagle_jax.train import step
-from eagle_jax.train.data import batches
-from eagle_jax.train.loop import begin, frozen_inputs, place, train
+from eagle_jax.train.data import batches, place
+from eagle_jax.train.loop import begin, frozen_inputs, train
 from eagle_jax.train.run import dry_run
 from eagle_jax.train.step import Objective, Recipe, train_step
 

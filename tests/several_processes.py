@@ -24,7 +24,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import is_shared, make_mesh, param_shardings, put
-from eagle_jax.train import loop, step
+from eagle_jax.train import report, step
 from eagle_jax.train.conversations import Conversation
 from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data, make_shards, read_shard
@@ -64,7 +64,7 @@ def trained(target: Target, folder: Path) -> list:
   )
   examples = [example for path in paths for example in read_shard(path)]
   how = {'report_every': 2, 'num_traced': 2}
-  with mock.patch.object(loop, 'TREES', TREES), mock.patch.object(step, 'NUM_CHAIN', NUM_CHAIN):
+  with mock.patch.object(report, 'TREES', TREES), mock.patch.object(step, 'NUM_CHAIN', NUM_CHAIN):
     runs = [train(target, DRAFTER, examples[4:], examples[:4], RECIPE, folder / 'run', **how) for _ in range(2)]
   return [[example.token.tolist() for example in examples], *runs]
 

@@ -186,7 +186,7 @@ def test_heads_with_taps_learn_and_resume(target, tapping, tmp_path, monkeypatch
 
   EAGLE-3 begins at random. The other goes on from a head of 40 ids, and keeps them.
   """
-  monkeypatch.setattr('eagle_jax.train.loop.TREES', {'tree_tau': Chain(3)})
+  monkeypatch.setattr('eagle_jax.train.report.TREES', {'tree_tau': Chain(3)})
   config, recipe = FEW[kind], dataclasses.replace(RECIPE, objective=OBJECTIVES[kind])
   initial = tapping.with_ids([*range(90, 50, -1)]) if kind == 'eagle2-taps' else None
   examples, how = recorded(config.taps), {'initial': initial, 'report_every': 4, 'num_traced': 2 if initial else 0}

@@ -36,7 +36,8 @@ from eagle_jax.train import run as whole_run
 from eagle_jax.train.checkpoint import metrics_log, run_lock
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan, read_vocabulary
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.loop import begin, evaluate_all, frozen_inputs, train, with_features
+from eagle_jax.train.loop import begin, frozen_inputs, train, with_features
+from eagle_jax.train.report import evaluate_all
 from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_correct, rollout
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Heads, Objective, Recipe, Rows, distill, evaluate, train_step

@@ -5,11 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from eagle_jax.evaluate.example import Example
 from eagle_jax.files import parse_json
+from eagle_jax.sharding import partition, put
 
 _LOOK_AHEAD = 64  # examples among which one is sought that fits the room left in a row
 
@@ -107,6 +110,18 @@ def batches(
     packed = pack(filled + [filled[0]] * (num_rows - len(filled)), num_places=num_places, prompt_weight=prompt_weight)
     packed.weight[len(filled) :] = 0
     yield packed
+
+
+def batch_shardings(packed: Packed, mesh: Mesh) -> Packed:
+  """Return the sharding of each array of a batch: its first axis over the batch axis of the mesh."""
+  return jax.tree.map(
+    lambda x: NamedSharding(mesh, partition(('batch',) + (None,) * (x.ndim - 1), x.shape, mesh)), packed
+  )
+
+
+def place(packed: Packed, mesh: Mesh | None) -> Packed:
+  """Place a batch on the mesh."""
+  return packed if mesh is None else jax.tree.map(put, packed, batch_shardings(packed, mesh))
 
 
 def read_vocabulary(path: str | Path, config: Any) -> np.ndarray:

@@ -30,8 +30,8 @@ from eagle_jax.sharding import param_sharding, param_shardings, require_whole_sh
 from eagle_jax.train.checkpoint import run_lock, settle_settings
 from eagle_jax.train.configuration import require_data
 from eagle_jax.train.conversations import read_conversations
-from eagle_jax.train.data import Packed, read_vocabulary
-from eagle_jax.train.loop import batch_shardings, train
+from eagle_jax.train.data import Packed, batch_shardings, read_vocabulary
+from eagle_jax.train.loop import train
 from eagle_jax.train.shards import Data, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
 
