@@ -94,30 +94,24 @@ def assemble(
       continue
     fault = _fault(name, array, table, seen)
     seen.add(name)
-    if fault is None:
-      entry = table.entries[name]
-      value = entry.to_ours(array)
-      del array  # the file's copy
-      if entry.joint_shape or not (place and keeps and keeps(entry.path)):
-        with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
-          value = value.astype(entry.dtype or dtype, copy=False)
-      if np.isfinite(value).all():
-        value = _with_other_parts(value, entry, begun)
-        parts_left[entry.path] -= 1
-        if not parts_left[entry.path]:
-          _insert(params, entry.path, place(entry.path, value) if place else place_param(value, entry.path, mesh))
-          begun.pop(entry.path, None)
-      else:
-        fault = f'{name}: holds NaN or infinite values as {dtype.name}'
     if fault is not None:
       faults.append(fault)
-  missing = [name for name in table.entries if name not in seen | table.optional]
-  faults += [f'{name}: missing, {list(table.entries[name].shape)} needed' for name in missing]
-  if faults:
-    raise ValueError(
-      f'{source}: {len(faults)} of {len(table.entries)} needed tensors do not fit the config. Check that config and '
-      'weights belong together.\n  ' + '\n  '.join(faults)
-    )
+      continue
+    entry = table.entries[name]
+    value = entry.to_ours(array)
+    del array  # the file's copy
+    if entry.joint_shape or not (place and keeps and keeps(entry.path)):
+      with np.errstate(over='ignore'):  # an overflow shows as inf, which is looked for next
+        value = value.astype(entry.dtype or dtype, copy=False)
+    if not np.isfinite(value).all():
+      faults.append(f'{name}: holds NaN or infinite values as {dtype.name}')
+      continue
+    value = _with_other_parts(value, entry, begun)
+    parts_left[entry.path] -= 1
+    if not parts_left[entry.path]:
+      _insert(params, entry.path, place(entry.path, value) if place else place_param(value, entry.path, mesh))
+      begun.pop(entry.path, None)
+  _require_no_faults(faults, seen, table, source)
   return params
 
 
@@ -134,6 +128,17 @@ def _fault(name: str, array: np.ndarray, table: Table, seen: set[str]) -> str | 
   if entry.dtype is not None and not jnp.issubdtype(array.dtype, jnp.integer):
     return f'{name}: dtype {array.dtype}, integers needed'
   return None
+
+
+def _require_no_faults(faults: list[str], seen: set[str], table: Table, source: str) -> None:
+  """Raise a ValueError that lists all faults, and the tensors that were not seen and must be there."""
+  missing = [name for name in table.entries if name not in seen | table.optional]
+  faults = faults + [f'{name}: missing, {list(table.entries[name].shape)} needed' for name in missing]
+  if faults:
+    raise ValueError(
+      f'{source}: {len(faults)} of {len(table.entries)} needed tensors do not fit the config. Check that config and '
+      'weights belong together.\n  ' + '\n  '.join(faults)
+    )
 
 
 def _with_other_parts(value: np.ndarray, entry: Entry, begun: dict[tuple[str, ...], np.ndarray]) -> np.ndarray:
