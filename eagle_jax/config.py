@@ -126,8 +126,28 @@ class TargetConfig:
     return dataclasses.replace(self, layer_changes=(), **dict(dict(self.layer_changes).get(index, ())))
 
 
+class DrafterBase:
+  """The base of drafters' configs: the ids that a drafter may draft, and what it reads of its target."""
+
+  vocab_size: int  # of the target
+  draft_vocab_size: int | None  # U of the target's ids; None: all
+
+  @property
+  def num_ids(self) -> int:
+    """U: number of ids that it drafts."""
+    return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
+    """Return the layers of a target with `num_layers` whose inputs it reads, beside the final feature: here none.
+
+    Raises:
+      ValueError: the target has too few layers.
+    """
+    return ()
+
+
 @dataclasses.dataclass(frozen=True)
-class HeadSizes:
+class HeadSizes(DrafterBase):
   """The fields that all drafters with one decoder layer share."""
 
   # Fields that older drafter folders lack: a missing one has its default.
@@ -170,11 +190,6 @@ class HeadSizes:
     shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in of_target}
     return TargetConfig(**shared, num_layers=1, max_context=1)
 
-  @property
-  def num_ids(self) -> int:
-    """U: number of ids that it drafts, the outputs of its head."""
-    return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig(HeadSizes):
@@ -192,10 +207,6 @@ class DrafterConfig(HeadSizes):
   @property
   def target_width(self) -> int:
     return self.width
-
-  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-    """Return no layers: the head reads the target's final feature alone."""
-    return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,17 +283,12 @@ class Eagle3Config(HeadSizes):
     return 3 if self.taps is None else len(self.taps)
 
   def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-    """Return the 0-based layers of a target with `num_layers` layers whose inputs the head reads.
-
-    Raises:
-      ValueError: the target has too few layers.
-    """
     taps = (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
     return require_layers(self, taps, num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(DrafterBase):
   """Medusa's heads (arXiv:2401.10774): for each depth of a tree, residual blocks over the target's final feature."""
 
   vocab_size: int  # of the target
@@ -298,17 +304,8 @@ class MedusaConfig:
     _require_ids(self)
 
   @property
-  def num_ids(self) -> int:
-    """U: number of ids that it drafts."""
-    return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
-  @property
   def target_width(self) -> int:
     return self.width
-
-  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-    """Return no layers: the heads read the target's final feature alone."""
-    return ()
 
 
 def require_layers(drafter: Any, taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

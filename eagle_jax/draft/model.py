@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache
-from eagle_jax.config import TargetConfig
+from eagle_jax.config import DrafterBase, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle, EagleState, take_position
 from eagle_jax.kernels.tiling import round_up_slots
@@ -22,7 +22,7 @@ _PROBE = "The 3 quick foxes' naïve dens:\n\tx += 2**10  # 今日は 😀 №1,2
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(DrafterBase):
   """The smaller model, and the sizes of the target that it drafts for."""
 
   model: TargetConfig
@@ -38,10 +38,6 @@ class ModelConfig:
   def num_ids(self) -> int:
     """Number of ids that it may draft: those that both models know."""
     return min(self.model.vocab_size, self.vocab_size)
-
-  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-    """Return no layers: the drafter reads no activations of the target."""
-    return ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle_jax.config import TargetConfig
+from eagle_jax.config import DrafterBase, TargetConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import TextLookup
@@ -21,7 +21,7 @@ from eagle_jax.tree import NO_TOKEN, Candidates
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramConfig:
+class NgramConfig(DrafterBase):
   """The target's sizes that the drafter must match."""
 
   vocab_size: int
@@ -32,15 +32,6 @@ class NgramConfig:
   @classmethod
   def for_target(cls, target: TargetConfig) -> 'NgramConfig':
     return cls(target.vocab_size, target.width)
-
-  @property
-  def num_ids(self) -> int:
-    """Number of ids that it may draft."""
-    return self.vocab_size
-
-  def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-    """Return no layers: the drafter reads no activations of the target."""
-    return ()
 
 
 @dataclasses.dataclass(frozen=True)
