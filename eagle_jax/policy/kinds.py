@@ -12,17 +12,7 @@ from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree, TreePolicy
 
 KINDS: dict[str, Any] = {
-  'plain': Plain,
-  'chain': Chain,
-  'static': StaticTree,
-  'dynamic': DynamicTree,
-  'adaptive': Adaptive,
-  'ddd': DDD,
-  'svip': SVIP,
-  'sure_mass': SureMass,
-  'gap': GapTree,
-  'cape': CaPE,
-  'c2t': C2T,
+  form.name: form for form in (Plain, Chain, StaticTree, DynamicTree, Adaptive, DDD, SVIP, SureMass, GapTree, CaPE, C2T)
 }
 
 

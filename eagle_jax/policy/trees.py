@@ -56,7 +56,7 @@ class TreePolicy:
   The defaults never stop early, rank nodes by the probability of their path, and verify `num_nodes` of them.
   """
 
-  name: ClassVar[str] = ''  # in descriptions; '': the class's
+  name: ClassVar[str] = ''  # in descriptions and `policy.kinds`; '': the class's
   needs_costs: ClassVar[bool] = False  # whether `arrays` needs measured costs
   needs_entropy: ClassVar[bool] = False  # whether a rule reads entropies, which cost drafters a pass over their logits
   lookup: Any = False  # whether earlier matches of the text raise the drafter's logits; see `draft.lookup`
@@ -167,13 +167,14 @@ class Plain(TreePolicy):
     1
   """
 
+  name: ClassVar[str] = 'plain'
   max_depth = 0
   num_nodes = 1
   widths = ()
   fanouts = ()
 
   def describe(self) -> str:
-    return 'plain'
+    return self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +261,8 @@ class StaticTree(TreePolicy):
     2
   """
 
+  name: ClassVar[str] = 'static'
+
   paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
 
   def __post_init__(self):
@@ -320,4 +323,4 @@ class StaticTree(TreePolicy):
     return jnp.broadcast_to(score_WC, level.log_p.shape)
 
   def describe(self) -> str:
-    return f'static(num_nodes={self.num_nodes}, max_depth={self.max_depth})'
+    return f'{self.name}(num_nodes={self.num_nodes}, max_depth={self.max_depth})'
