@@ -8,16 +8,20 @@ level of a tree then costs that and the language-model head, but no layer.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from eagle_jax import cache as kv_cache
 from eagle_jax.config import BlockConfig
 from eagle_jax.draft.eagle import Eagle, EagleState
-from eagle_jax.draft.expand import Children, Frontier, first_width, grow
+from eagle_jax.draft.expand import Children
 from eagle_jax.draft.interface import DraftContext
+from eagle_jax.draft.lookup import Evidence
+from eagle_jax.draft.one_pass import grow_levels
 from eagle_jax.models.layers import AttentionFn, embed, project
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
@@ -66,23 +70,19 @@ class Block(Eagle):
     batch, width = state.feature.shape
     none_Bd = jnp.full((batch, num_slots), NO_TOKEN)
     feature_DBd = self.next_feature(params, jnp.zeros((width, batch, num_slots), self.dtype))
-    position_Bd = state.cache.length[:, None] + jnp.arange(num_slots)[None]
-    causal_Bdd = jnp.broadcast_to(jnp.tri(num_slots, dtype=bool), (batch, num_slots, num_slots))
-    return self.forward(params, none_Bd, feature_DBd, position_Bd, causal_Bdd, state.cache)[0]
+    return self.forward(params, none_Bd, feature_DBd, *kv_cache.behind(state.cache, num_slots), state.cache)[0]
 
   def propose(self, params, state: EagleState, root_B, policy: TreePolicy, context: DraftContext) -> Candidates:
     """Grow every sequence's candidates."""
     slots_DBd = self.fill_slots(params, state, max(policy.max_depth - 1, 1))
 
-    def step(match_BWS, frontier: Frontier, depth: jax.Array, fanout: int) -> tuple[Children, Any]:
-      if policy.lookup:
-        match_BWS = jnp.take_along_axis(match_BWS, frontier.parent_slot[..., None], axis=1, mode='clip')
-        match_BWS = context.lookup.extend(match_BWS, frontier.token)
-      slot_DB1 = jax.lax.dynamic_index_in_dim(slots_DBd, depth - 1, axis=2)
-      out_DBW = self.correct(params, jnp.repeat(slot_DB1, frontier.token.shape[1], axis=2), frontier.token)
-      return self.children(params, policy, context, out_DBW, match_BWS, depth, fanout), match_BWS
+    def offer(token_BW, evidence: Evidence | None, depth: int | jax.Array, fanout: int) -> Children:
+      if isinstance(depth, int):  # of the root
+        out_DBW = state.feature.T[..., None]
+      else:
+        slot_DB1 = jax.lax.dynamic_index_in_dim(slots_DBd, depth - 1, axis=2)
+        out_DBW = self.correct(params, jnp.repeat(slot_DB1, token_BW.shape[1], axis=2), token_BW)
+      noise = functools.partial(context.noise, depth + 1)
+      return self.top_children(params, out_DBW, noise, fanout, evidence, has_entropy=policy.needs_entropy)
 
-    match_B1S = context.lookup.match() if policy.lookup else None
-    roots = self.children(params, policy, context, state.feature.T[..., None], match_B1S, 0, policy.fanouts[0])
-    match_BWS = None if match_B1S is None else jnp.repeat(match_B1S, first_width(policy), axis=1)
-    return grow(roots, step, match_BWS, root_B, policy, context)
+    return grow_levels(offer, params, root_B, policy, context)

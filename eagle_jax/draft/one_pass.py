@@ -69,7 +69,7 @@ def grow_levels(
   """Grow every sequence's candidates, if levels need nothing of the network any more.
 
   Args:
-    offer: (tokens of the nodes [B, W], evidence or None, depth, fanout) -> their children.
+    offer: (tokens of the nodes [B, W], evidence or None, depth, fanout) -> their children; the root's depth is an int.
     params: the drafter's.
     root_B, policy, context: see `draft.interface.DraftNetwork.propose`.
   """
