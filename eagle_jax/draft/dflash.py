@@ -18,8 +18,8 @@ from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import HeadSizes, TargetConfig, require, require_layers
 from eagle_jax.draft.eagle import divide_for_head
 from eagle_jax.draft.interface import DraftContext
-from eagle_jax.draft.one_pass import Depths, See, run_layers, score_depths
-from eagle_jax.models.layers import Attention, DecoderLayer, RMSNorm, Rotation, embed, no_attention, project
+from eagle_jax.draft.one_pass import Depths, See, init_layers, run_layers, score_depths
+from eagle_jax.models.layers import Attention, RMSNorm, Rotation, embed, project
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import Candidates
 
@@ -88,14 +88,10 @@ class DFlash:
     """Initialise all at random."""
     c, keys = self.config, jax.random.split(key, len(self.config.windows) + 2)
     init, norm = nn.initializers.lecun_normal(in_axis=-1, out_axis=0), {'scale': jnp.ones(c.width, self.dtype)}
-    column_D1, rotation = jnp.zeros((c.width, 1), self.dtype), Rotation.of(c.as_layer(), jnp.zeros((1, 1), jnp.int32))
-    params = {
-      f'layer_{index}': DecoderLayer(c.as_layer()).init(keys[index], column_D1, rotation, no_attention)['params']
-      for index in range(len(c.windows))
-    }
+    layers = {f'layer_{index}': x for index, x in enumerate(init_layers(c.as_layer(), keys[:-2], self.dtype))}
     fc = {'weight': init(keys[-1], (c.width, len(c.taps) * c.width), self.dtype)}
     head = {'head': {'weight': init(keys[-2], (c.num_ids, c.width), self.dtype)}} if c.own_head else {}
-    return params | head | {'fc': fc, 'hidden_norm': norm, 'norm': norm}
+    return layers | head | {'fc': fc, 'hidden_norm': norm, 'norm': norm}
 
   def layers(self, params) -> list[Any]:
     """List the parameters of each layer."""

@@ -11,7 +11,7 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow, likeliest
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import WEIGHTS, Evidence
-from eagle_jax.models.layers import CachedAttention, DecoderLayer, Rotation, apply_head
+from eagle_jax.models.layers import CachedAttention, DecoderLayer, Rotation, apply_head, no_attention
 from eagle_jax.models.transformer import see_window
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import NO_TOKEN, Candidates
@@ -115,6 +115,12 @@ class See(NamedTuple):
 
   window: int | None  # so many positions, each its own included; None: all
   mask: jax.Array  # [B, T, T] bool, which of the new columns
+
+
+def init_layers(layer: TargetConfig, keys: jax.Array, dtype: Any) -> list[Any]:
+  """Initialise like decoder layers at random, one for each key; return the parameters of each."""
+  column_D1, rotation = jnp.zeros((layer.width, 1), dtype), Rotation.of(layer, jnp.zeros((1, 1), jnp.int32))
+  return [DecoderLayer(layer).init(key, column_D1, rotation, no_attention)['params'] for key in keys]
 
 
 def run_layers(

@@ -21,9 +21,8 @@ from eagle_jax.draft.eagle import EagleState
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.heads import EAGLE3_ARCHITECTURES, SPECULATORS, eagle3_fields, is_p_eagle, require_architecture
 from eagle_jax.draft.interface import DraftContext
-from eagle_jax.draft.one_pass import Depths, See, run_layers, score_depths
+from eagle_jax.draft.one_pass import Depths, See, init_layers, run_layers, score_depths
 from eagle_jax.draft.tables import eagle3_table, layer_entries
-from eagle_jax.models.layers import DecoderLayer, Rotation, no_attention
 from eagle_jax.policy.trees import TreePolicy
 from eagle_jax.tree import Candidates
 from eagle_jax.weights.folder import read_json
@@ -65,11 +64,8 @@ class PEagle(Eagle3):
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Initialise all at random."""
     c, keys = self.config, jax.random.split(key, self.num_layers + 1)
-    column_D1, rotation = jnp.zeros((c.width, 1), self.dtype), Rotation.of(c.as_layer(), jnp.zeros((1, 1), jnp.int32))
-    later = {
-      f'layer_{index}': DecoderLayer(c.as_layer()).init(keys[index], column_D1, rotation, no_attention)['params']
-      for index in range(1, self.num_layers)
-    }
+    layers = init_layers(c.as_layer(), keys[1:-1], self.dtype)
+    later = {f'layer_{index}': x for index, x in enumerate(layers, start=1)}
     mask_hidden = jax.random.normal(keys[-1], (c.num_taps * c.target_width,), self.dtype)
     return super().init_params(keys[0]) | later | {'mask_hidden': mask_hidden}
 
