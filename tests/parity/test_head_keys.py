@@ -210,34 +210,26 @@ READ = {  # by some reader of heads
   'architectures', 'model_type', 'speculators_model_type', 'max_position_embeddings', 'attention_bias',
   'sliding_window', 'use_sliding_window', 'mlp_bias', 'target_layer_ids',
 }  # fmt: skip
-APART = 'qkv_bias', 'parallel_drafting'
 
 
 @pytest.mark.parametrize('name', WRITERS)
 def test_keys_that_mean_nothing_change_nothing(load, name):
-  """All at once: one that means something is refused or changes what is loaded, whatever stands beside it."""
   plain = load(name, {})
-  for place in {'', WRITERS[name].layer}:
-    assert same(load(name, {place + key: 7 for key in layouts.IGNORED - READ}), plain)
+  for key in layouts.IGNORED - READ:
+    for place in {'', WRITERS[name].layer}:
+      assert same(load(name, {place + key: 7}), plain), key
 
 
 @pytest.mark.parametrize('name', WRITERS)
 def test_neutral_values_change_nothing_and_others_are_refused(load, name):
-  """All at once, for an error lists every key; apart, keys by which a head would be read in another way."""
   plain, place = load(name, {}), WRITERS[name].layer
-  keys = layouts.NEUTRAL.keys() - READ
-  for number in range(max(len(layouts.NEUTRAL[key].values) for key in keys)):
-    alike = {place + key: value for key in keys for value in layouts.NEUTRAL[key].values[number : number + 1]}
-    assert same(load(name, alike), plain)
-  others = {key: True if layouts.NEUTRAL[key].values == (False,) else 'other' for key in keys}
-  for key in APART:
+  for key in layouts.NEUTRAL.keys() - READ:
+    neutral = layouts.NEUTRAL[key]
+    for value in neutral.values:
+      assert same(load(name, {place + key: value}), plain), key
     is_read = key == 'qkv_bias' and not WRITERS[name].taps
     with pytest.raises(ValueError, match='q_proj.bias: missing' if is_read else key):
-      load(name, {place + key: others.pop(key)})
-  with pytest.raises(ValueError, match='describes a') as raised:
-    load(name, {place + key: value for key, value in others.items()})
-  listed = str(raised.value)
-  assert [key for key, value in others.items() if f'  {place}{key} {value!r}: not supported' not in listed] == []
+      load(name, {place + key: True if neutral.values == (False,) else 'other'})
 
 
 @pytest.mark.parametrize('name', WRITERS)
