@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle_jax.device import precision
-from eagle_jax.kernels import attention_cpu, attention_gpu, attention_tpu
+from eagle_jax.kernels import attention_gpu, attention_tpu, cpu
 from eagle_jax.kernels.dispatch import dispatch
 from eagle_jax.kernels.einsum import einsum_float32
 from eagle_jax.kernels.layout import row_major
@@ -17,6 +17,7 @@ from eagle_jax.sharding import CACHE_AXES, on_each_device
 
 MASK_VALUE = float(jnp.finfo(jnp.float32).min)  # the score of what a query does not see; finite, to avoid NaN
 FEW_QUERIES = 16
+MAX_COMPILED_QUERIES = 64  # XLA:CPU's products of more are as fast as the kernel of `cpu.cc`
 MAX_QUERIES = 1024  # at a time: the scores of all would be the largest array of a long prefill
 
 
@@ -134,8 +135,11 @@ def attend_in_kernel(given: Operands, *, kernel: ModuleType) -> jax.Array:
 
 @jax.custom_jvp
 def attend_compiled(given: Operands) -> jax.Array:
-  """Attend by the kernel of `cpu.cc`."""
-  return attention_cpu.attend(*given)
+  """Attend by the kernel of `cpu.cc`, which reads no slot that is not committed; of float32 alone."""
+  B, G, J, T, _ = given.queries.shape
+  oldest_BT = jnp.zeros((B, T), jnp.int32) if given.oldest is None else given.oldest
+  sinks_GJ = jnp.full((G, J), -jnp.inf) if given.sinks is None else given.sinks.astype(jnp.float32)
+  return cpu.call('attention', given.queries.shape, *given._replace(oldest=oldest_BT, sinks=sinks_GJ))
 
 
 @attend_compiled.defjvp
@@ -166,6 +170,7 @@ def attend(given: Operands) -> jax.Array:
   num_queries = given.queries.shape[3]
   if num_queries > MAX_QUERIES:
     return attend_in_blocks(given)
+  is_few = num_queries <= MAX_COMPILED_QUERIES
 
   def written_for(kernel: ModuleType) -> Callable | None:
     is_taken = (
@@ -176,7 +181,7 @@ def attend(given: Operands) -> jax.Array:
   return dispatch(
     given,
     default=attend_apart,
-    cpu=attend_compiled if attention_cpu.is_supported(given.queries, given.keys) else None,
+    cpu=attend_compiled if is_few and given.queries.dtype == jnp.float32 and cpu.is_usable() else None,
     gpu=attend_joined if num_queries > 1 else None,
     cuda=written_for(attention_gpu),
     tpu=written_for(attention_tpu),

@@ -41,14 +41,18 @@ _MAX_LINES = 20  # of what it says
 log = logging.getLogger('eagle_jax')
 
 
-def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
-  """Return whether `multiply` takes these operands on this machine; compile the kernels when it first does.
+def is_usable() -> bool:
+  """Return whether kernels may be called in the program that is being traced; compile them when it is first asked.
 
-  Of weights that a mesh splits, each device would gather all.
+  Of an array that a mesh splits, each device would gather all.
   """
+  return jax.sharding.get_abstract_mesh().size <= 1 and library() is not None
+
+
+def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
+  """Return whether `multiply` takes these operands on this machine."""
   is_few = weight_OI.dtype == x_IR.dtype == jnp.float32 and x_IR.shape[1] <= MAX_COLUMNS
-  is_whole = jax.sharding.get_abstract_mesh().size <= 1
-  return (is_few or weight_OI.dtype == jnp.int8) and is_whole and library() is not None
+  return (is_few or weight_OI.dtype == jnp.int8) and is_usable()
 
 
 def multiply(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
