@@ -211,7 +211,7 @@ def main() -> None:
         for batch in BATCHES if mesh else BATCHES[:1]:  # a batch of one gives the first row of all
           for sampling_name, sampling in SAMPLING.items():
             request = {'max_new_tokens': 16, 'policy': policy, **sampling}
-            if batch == 1 and policy_name == 'chain':
+            if batch == 1 and policy_name == 'chain' and sampling_name == 'greedy':
               found = streamed(target, drafter, prompts[0], **request)
             else:
               given = decode.generate(target, drafter, prompts[:batch], **request)
@@ -223,11 +223,13 @@ def main() -> None:
       eagle3 = hub.load_drafter(eagle3_folder, target)
       given = decode.generate(target, eagle3, prompts, **request)
       cases.setdefault('eagle3 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
+      small = hub.load_drafter(drafter_folder, target, dtype='int8')
+      given = decode.generate(target, small, prompts, **request)
+      cases.setdefault('quantised 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       if mesh is None:
         continue
       given, programs[mesh_name] = refilled(target, drafter, prompts, batch_size=4, **request)
       cases.setdefault('refilled 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
-      small = hub.load_drafter(drafter_folder, target, dtype='int8')
       for exact, rounded in zip(*map(weights, (drafter, small)), strict=True):
         assert rounded.value.sharding.shard_shape(rounded.shape) == exact.sharding.shard_shape(exact.shape)
       with jax.set_mesh(mesh):

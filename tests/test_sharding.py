@@ -29,7 +29,7 @@ CASES = [
   for policy in ('chain', 'dynamic')
   for batch in (8, 1)
   for sampling in ('greedy', 'sampled')
-] + ['eagle3 8 sampled']
+] + ['eagle3 8 sampled', 'quantised 8 sampled']
 MESHES = ('1x4', '2x4', '8x1')
 WHOLE = MESHES[1:]  # on which every case is decoded; on the first, those of the dynamic policy
 
