@@ -105,7 +105,7 @@ EAGLE3 = Eagle3Config(**SIZES, target_width=32, taps=(0, 1, 2), fc_norm=True, no
 
 
 def eagle3() -> Drafter:
-  params = Eagle3(EAGLE3).init_params(jax.random.key(2))
+  params = tiny.random_params(Eagle3(EAGLE3), 2)
   return Drafter(EAGLE3, params | {'ids': jnp.arange(60, dtype=jnp.int32)})
 
 
@@ -117,12 +117,7 @@ def test_recorded_text_with_taps_gives_the_acceptance_of_decoding(target, tappin
       AnswerTokens(number, prompt, tokens, sampling.get('temperature', 0.0), sampling.get('seed', 0))
       for number, (prompt, tokens) in enumerate(zip(tiny.PROMPTS, made.tokens, strict=True))
     ]
-    examples = [  # in float32, as decoding has them
-      one._replace(feature=feature)
-      for one, feature in zip(
-        make_examples(target, drafter, answers), float_features(target, drafter, answers), strict=True
-      )
-    ]
+    examples = make_examples(target, drafter, answers, dtype=jnp.float32)  # as decoding has them
     assert trace(target, drafter, examples, policy=Chain(3)).num_accepted == made.num_accepted
     bare = [one._replace(feature=one.feature[:, :32]) for one in examples]
     with pytest.raises(ValueError, match=rf'{32 * (1 + len(drafter.config.taps))} numbers a token.*hold 32'):
@@ -131,29 +126,18 @@ def test_recorded_text_with_taps_gives_the_acceptance_of_decoding(target, tappin
 
 def test_an_eagle3_head_is_calibrated_and_drafts_in_8_bits(target):
   drafter, policy = eagle3(), Chain(2)
-  prompt, how = [1, 2, 3], {'max_new_tokens': 8, 'eos_ids': ()}
-  plain = generate(target, None, [prompt], **how)
-  made = generate(target, drafter.quantised(), [prompt], policy=policy, trace=True, **how)
+  prompt = tiny.PROMPTS[2]
+  plain = generate(target, None, tiny.PROMPTS, **tiny.HOW)
+  made = generate(target, drafter.quantised(), tiny.PROMPTS, policy=policy, trace=True, **tiny.HOW)
   assert made.tokens == plain.tokens
   assert len(made.trace[0]) == len(made.num_accepted[0])
-  timed = Timed(plain.tokens[0], [], nodes_per_pass=1, levels_per_pass=0, prefill_s=0, decode_s=0)
+  timed = Timed(plain.tokens[2], [], nodes_per_pass=1, levels_per_pass=0, prefill_s=0, decode_s=0)
   question = {'task': 'a', 'question_id': '0', 'turn': 0, 'temperature': 0.0, 'repeat': 0, 'row_id': 0, 'gap': None}
   found = calibrate(
     target, drafter, [Answered(**question, prompt=prompt, plain=timed, spec=timed)], policy=policy, seed=0
   )
   assert sum(found['num_nodes']) >= 4  # places that are tried
   assert 0 <= found['expected_error'] <= 1
-
-
-def float_features(target, drafter, answers) -> list[np.ndarray]:
-  network = dataclasses.replace(target.network, tapped_layers=drafter.config.taps)
-  read = jax.jit(network.read)
-  texts = [np.asarray([*one.prompt, *one.answer])[:-1] for one in answers]
-  made = []
-  for text in texts:
-    taps = read(target.params, np.pad(text, (0, 32 - len(text)))[None])
-    made.append(np.concatenate([taps.feature[:, 0], *(x[:, 0] for x in taps.residual)]).T[: len(text)])
-  return made
 
 
 # Training.
@@ -176,8 +160,11 @@ def recorded(taps: tuple[int, ...]):
   target.params['embed']['weight'] *= 50
   target.params['head']['weight'] *= 40
   drafter = Drafter(dataclasses.replace(CONFIG, taps=taps), {})
-  tokens = generate(target, None, [[i] for i in range(12)], temperature=1.0, **tiny.HOW).tokens
-  return make_examples(target, drafter, [AnswerTokens(i, [i], answer, 1.0) for i, answer in enumerate(tokens)])
+  answers = []
+  for ids in np.arange(16).reshape(2, -1).tolist():  # as many prompts as the tests above decode together
+    made = generate(target, None, [[i] for i in ids], row_ids=ids, temperature=1.0, **tiny.HOW)
+    answers += [AnswerTokens(i, [i], answer, 1.0) for i, answer in zip(ids, made.tokens, strict=True)]
+  return make_examples(target, drafter, answers[:12])
 
 
 @pytest.mark.parametrize('kind', FEW)

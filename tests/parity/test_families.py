@@ -1,6 +1,7 @@
 """Every family of targets against transformers in PyTorch, float32: tiny random models, saved as people find them."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import tiny
-from eagle_jax import decode, hub
+from eagle_jax import hub
 from eagle_jax.cache import append
 from eagle_jax.config import DrafterConfig
 from eagle_jax.models.families import FAMILIES
@@ -28,13 +29,14 @@ from eagle_jax.weights import naming, targets
 from eagle_jax.weights.load import flatten
 from eagle_jax.weights.safetensors import read_safetensors, write_safetensors
 from tiny_files import write_gguf
+from tiny_programs import decode_alike
 
 pytestmark = pytest.mark.parity
 
 TOLERANCE = 1e-4  # of the largest |logit|
 NUM_PROMPT, NUM_NEW = 50, 24
 SIZES = {
-  'vocab_size': 97, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3, 'num_attention_heads': 4,
+  'vocab_size': 97, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 2, 'num_attention_heads': 4,
   'num_key_value_heads': 2, 'max_position_embeddings': 256, 'rms_norm_eps': 1e-5, 'tie_word_embeddings': False,
   'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None,
 }  # fmt: skip
@@ -59,7 +61,7 @@ CASES = {
   'mistral': {'model_type': 'mistral', 'sliding_window': 20},
   'mixtral': {'model_type': 'mixtral', 'num_local_experts': 4, 'num_experts_per_tok': 2},
   'qwen3_moe, shares not normalised, a dense layer': {
-    'model_type': 'qwen3_moe', 'num_hidden_layers': 2, 'head_dim': 16, 'num_experts': 16, 'num_experts_per_tok': 3,
+    'model_type': 'qwen3_moe', 'head_dim': 16, 'num_experts': 16, 'num_experts_per_tok': 3,
     'moe_intermediate_size': 24, 'norm_topk_prob': False, 'mlp_only_layers': [0],
   },
   'qwen2': {'model_type': 'qwen2', 'tie_word_embeddings': True},
@@ -72,7 +74,7 @@ CASES = {
     },
   },
   'gemma3_text': {
-    'model_type': 'gemma3_text', 'num_hidden_layers': 2, 'head_dim': 16, 'query_pre_attn_scalar': 9,
+    'model_type': 'gemma3_text', 'head_dim': 16, 'query_pre_attn_scalar': 9,
     'sliding_window': 20, 'layer_types': ['sliding_attention', 'full_attention'], 'final_logit_softcapping': 30.0,
     'tie_word_embeddings': True,
     'rope_parameters': {
@@ -81,7 +83,7 @@ CASES = {
     },
   },
   'gpt_oss': {
-    'model_type': 'gpt_oss', 'num_hidden_layers': 2, 'head_dim': 16, 'num_local_experts': 6, 'num_experts_per_tok': 2,
+    'model_type': 'gpt_oss', 'head_dim': 16, 'num_local_experts': 6, 'num_experts_per_tok': 2,
     'sliding_window': 20, 'swiglu_limit': 0.5,
     'rope_parameters': {
       'rope_type': 'yarn', 'rope_theta': 5000.0, 'factor': 8.0, 'original_max_position_embeddings': 32,
@@ -89,16 +91,16 @@ CASES = {
     },
   },
   'smollm3': {
-    'model_type': 'smollm3', 'num_hidden_layers': 2, 'no_rope_layers': [1, 0], 'use_sliding_window': True,
+    'model_type': 'smollm3', 'no_rope_layers': [1, 0], 'use_sliding_window': True,
     'sliding_window': 20, 'tie_word_embeddings': True,
   },
-  'olmo2': {'model_type': 'olmo2', 'num_hidden_layers': 2, 'attention_bias': True},
+  'olmo2': {'model_type': 'olmo2', 'attention_bias': True},
   'granite': {
-    'model_type': 'granite', 'num_hidden_layers': 2, 'embedding_multiplier': 3.0, 'attention_multiplier': 0.2,
+    'model_type': 'granite', 'embedding_multiplier': 3.0, 'attention_multiplier': 0.2,
     'residual_multiplier': 0.5, 'logits_scaling': 4.0, 'mlp_bias': True, 'attention_bias': True,
   },
   'phi3, beyond the original context': {
-    'model_type': 'phi3', 'num_hidden_layers': 2, 'original_max_position_embeddings': 32,
+    'model_type': 'phi3', 'original_max_position_embeddings': 32,
     'rope_parameters': {'rope_type': 'longrope', 'rope_theta': 5000.0, 'partial_rotary_factor': 0.5} | LONG_ROPE,
   },
 }  # fmt: skip
@@ -139,23 +141,17 @@ def prompt() -> np.ndarray:
   return np.random.default_rng(0).integers(0, SIZES['vocab_size'], (1, NUM_PROMPT), dtype=np.int32)
 
 
-def our_passes(target: Target, token_1T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@functools.partial(jax.jit, static_argnames='network')
+def our_passes(params, prompt_1L, token_1T, *, network: TransformerTarget) -> tuple[jax.Array, jax.Array]:
   """Logits of the prompt, [L, V], and of the tree behind it, [T, V]."""
-  network = TransformerTarget(target.config)
-
-  @jax.jit
-  def run(params, prompt_1L, token_1T):
-    position_1L = jnp.arange(NUM_PROMPT)[None]
-    causal_1LL = jnp.tri(NUM_PROMPT, dtype=bool)[None]
-    prompt_taps, rows = network.forward(params, prompt_1L, position_1L, causal_1LL, network.init_cache(1, 0))
-    cache = append(network.init_cache(1, 64), rows, jnp.array([NUM_PROMPT]))
-    mask_TT = ancestor_mask(jnp.array(TREE_PARENTS), max_depth=len(TREE_PARENTS))
-    position_1T = NUM_PROMPT + depth(mask_TT)[None]
-    tree_taps, _ = network.forward(params, token_1T, position_1T, mask_TT[None], cache)
-    return network.logits(params, prompt_taps)[:, 0].T, network.logits(params, tree_taps)[:, 0].T
-
-  prompt_LV, tree_TV = run(target.params, prompt(), token_1T)
-  return np.asarray(prompt_LV), np.asarray(tree_TV)
+  position_1L = jnp.arange(NUM_PROMPT)[None]
+  causal_1LL = jnp.tri(NUM_PROMPT, dtype=bool)[None]
+  prompt_taps, rows = network.forward(params, prompt_1L, position_1L, causal_1LL, network.init_cache(1, 0))
+  cache = append(network.init_cache(1, 64), rows, jnp.array([NUM_PROMPT]))
+  mask_TT = ancestor_mask(jnp.array(TREE_PARENTS), max_depth=len(TREE_PARENTS))
+  position_1T = NUM_PROMPT + depth(mask_TT)[None]
+  tree_taps, _ = network.forward(params, token_1T, position_1T, mask_TT[None], cache)
+  return network.logits(params, prompt_taps)[:, 0].T, network.logits(params, tree_taps)[:, 0].T
 
 
 def their_passes(model, token_1T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -191,7 +187,10 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 def errors(pair: Pair) -> tuple[float, float]:
   """Of the prompt's logits, and of the tree's."""
   token_1T = np.random.default_rng(1).integers(0, SIZES['vocab_size'], (1, len(TREE_PARENTS)), dtype=np.int32)
-  ours, theirs = our_passes(pair.target, token_1T), their_passes(pair.model, token_1T)
+  config = dataclasses.replace(pair.target.config, eos_ids=(), name='')  # so that files of one network share a program
+  passes = our_passes(pair.target.params, prompt(), token_1T, network=TransformerTarget(config))
+  ours = [np.asarray(logits) for logits in passes]
+  theirs = their_passes(pair.model, token_1T)
   return relative_error(ours[0], theirs[0]), relative_error(ours[1], theirs[1])
 
 
@@ -259,16 +258,15 @@ def test_text(pair):
   """Plain text is transformers', and speculative text is plain text, greedy and sampled."""
   config = DrafterConfig(vocab_size=97, width=48, num_heads=4, num_kv_heads=2, head_dim=12, ffn_width=48)
   drafter, policy = tiny.drafter(config), DynamicTree(width=3, fanout=3, max_depth=3, num_nodes=8)
-  request = {'max_new_tokens': NUM_NEW, 'seed': 3}
   for temperature in (0.0, 1.0):
-    plain = decode.generate(pair.target, None, prompt().tolist(), temperature=temperature, **request)
-    out = decode.generate(pair.target, drafter, prompt().tolist(), temperature=temperature, policy=policy, **request)
-    assert out.tokens == plain.tokens
+    how = {'max_new_tokens': NUM_NEW, 'temperature': temperature, 'seed': 3}
+    plain, (speculative,) = decode_alike(pair.target, drafter, [policy], prompt().tolist(), **how)
+    assert speculative == plain
     if temperature == 0:
       ids = torch.from_numpy(prompt()).long()
       with torch.no_grad():
         theirs = pair.model.generate(ids, do_sample=False, max_new_tokens=NUM_NEW)
-      assert plain.tokens == theirs[:, NUM_PROMPT:].tolist()
+      assert plain == theirs[:, NUM_PROMPT:].tolist()
 
 
 @pytest.mark.parametrize(
