@@ -17,7 +17,7 @@ flags.DEFINE_enum(
   'drafter_dtype',
   None,
   DTYPES,
-  "The drafter's dtype; default --dtype, but int8 with --policy=auto if that was measured to be faster.",
+  "The drafter's dtype; default --dtype, but int8 with --policy=auto where that is known to be faster.",
 )
 flags.DEFINE_integer(
   'num_model',

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tiny
-from eagle_jax import decode, device
+from eagle_jax import decode, device, hub
 from eagle_jax.bench import cost_report, timing, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.decode import auto
@@ -273,6 +273,16 @@ def test_damaged_cost_file_is_ignored_with_a_warning(here, damage, caplog):
   with caplog.at_level(logging.WARNING, 'eagle_jax'):
     assert find() is None
   assert f'ignoring {path}' in caplog.text
+
+
+@pytest.mark.parametrize('kernels', ['compiled', 'xla'])
+def test_auto_guesses_a_head_in_8_bits_where_kernels_multiply_bytes(here, monkeypatch, kernels):
+  monkeypatch.setattr(auto, 'in_use', lambda mesh: kernels)
+  target, drafter = tiny.target(), tiny.drafter()
+  assert auto.resolve_policy(target, drafter, policy='auto').drafter.is_quantised == (kernels == 'compiled')
+  assert not auto.resolve_policy(target, drafter, policy=Chain(2)).drafter.is_quantised
+  ngram = hub.load_drafter('ngram', target)
+  assert auto.resolve_policy(target, ngram, policy='auto').drafter == ngram
 
 
 def test_auto_takes_the_fastest_stored_policy(here, caplog):

@@ -21,7 +21,7 @@ class Resolved(NamedTuple):
   """A resolved policy, with the drafter and the costs that go with it."""
 
   policy: TreePolicy
-  drafter: Drafter | None  # with the draft vocabulary and the bits that the costs were measured with
+  drafter: Drafter | None  # with the draft vocabulary and the bits that the costs, or a guess, take for the fastest
   costs: Costs | None  # for this batch size
 
 
@@ -54,8 +54,11 @@ def resolve_policy(
     costs = find_costs(target, drafter, batch=batch)
   batch_costs = None if costs is None else costs.at_batch(batch, is_refilled=is_refilled)
   chosen = _choose(policy, target, drafter, batch_costs, batch)
-  if drafter is None or costs is None or batch_costs is None:
-    return Resolved(chosen, drafter, None)
+  if drafter is None:
+    return Resolved(chosen, None, None)
+  if costs is None or batch_costs is None:
+    is_guess = policy == 'auto'
+    return Resolved(chosen, guessed_form(drafter, in_use(mesh_of(target.params))) if is_guess else drafter, None)
   drafter = drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
   if policy == 'auto':
     source = 'when measured' if batch_costs is costs else f'modelled for a batch of {batch} from one of {costs.batch}'
@@ -84,6 +87,12 @@ def guessed_policy(batch: int, *, num_free: int, lookup: bool = True) -> TreePol
   if num_nodes < 2:
     return Plain()
   return Chain(min(3, num_nodes - 1), lookup) if num_nodes < 16 else DynamicTree(num_nodes=num_nodes, lookup=lookup)
+
+
+def guessed_form(drafter: Drafter, kernels: str) -> Drafter:
+  """Return a drafter as it is probably fastest where nothing was measured: a head in 8 bits, by compiled kernels."""
+  is_head = bool(kind_of(drafter.config).borrows)
+  return drafter.quantised() if is_head and kernels == 'compiled' else drafter
 
 
 def _choose(policy: Any, target: Target, drafter: Drafter | None, costs: Costs | None, batch: int) -> TreePolicy:
