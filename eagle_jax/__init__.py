@@ -20,6 +20,7 @@ from eagle_jax.decode import Generation, generate, stream
 from eagle_jax.device import package_version
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.hub import load_drafter, load_target, save_drafter
+from eagle_jax.lossy import TypicalAcceptance
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.c2t import C2T
@@ -27,6 +28,8 @@ from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.pooled import PooledTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
@@ -39,7 +42,7 @@ __url__ = ''  # of the repository, once it has one that notebooks can install fr
 
 __all__ = [
   'C2T', 'DDD', 'SVIP', 'Adaptive', 'CaPE', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'GapTree', 'Generation',
-  'GumbelMax', 'Plain', 'StaticTree', 'SureMass', 'Target',
+  'GumbelMax', 'Plain', 'PooledTree', 'RateTree', 'StaticTree', 'SureMass', 'Target', 'TypicalAcceptance',
   'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
   'viz',
 ]  # fmt: skip

@@ -182,9 +182,9 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None,
   own, and for others whose files have some.
 
   Args:
-    name_or_path: a shipped name; 'ngram', which has no weights and fits every target; or a folder with config.json
-      (ours or a published head's) and safetensors, pytorch_model.bin or medusa_lm_head.pt, of which nothing is
-      executed; or 'org/name' on the Hugging Face hub, as in `load_target`.
+    name_or_path: a shipped name; 'ngram' or 'suffix', which have no weights and fit every target; or a folder with
+      config.json (ours or a published head's) and safetensors, pytorch_model.bin or medusa_lm_head.pt, of which nothing
+      is executed; or 'org/name' on the Hugging Face hub, as in `load_target`.
     target: the model it drafts for.
     dtype: of the parameters, as in `load_target`; None means the target's. 'int8' means the target's with matrices in
       8 bits, see `Drafter.quantised`.

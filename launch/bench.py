@@ -45,6 +45,7 @@ def main(_):
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
   setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | request
+  setup |= {'chooser': repr(request['chooser'])}
   setup |= {'policy': policy.describe(), **identity(drafter), **ran_on(mesh_of(target.params))}
   bench = Bench(target, drafter, policy, request, FLAGS.num_repeats)
   for temperature, into in reports.items():

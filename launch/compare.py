@@ -27,7 +27,7 @@ flags.adopt_module_key_flags(asked)
 flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of tokens of an answer.', lower_bound=2)
 flags.DEFINE_multi_float('temperature', [0.0, 1.0], 'Temperature of the answers; may be repeated.', lower_bound=0.0)
 flags.DEFINE_multi_integer('num_nodes', [*compare.NUM_NODES], 'Tree size to compare; may be repeated.', lower_bound=2)
-flags.DEFINE_bool('ngram', True, 'Also compare the drafter without weights, which copies from the text.')
+flags.DEFINE_bool('ngram', True, 'Also compare the drafters without weights, which copy from the text.')
 flags.DEFINE_integer('num_decoded', 0, 'Number of best policies to decode with at each temperature.', lower_bound=0)
 flags.DEFINE_string('out', 'runs/compare', 'Folder for plots.')
 flags.DEFINE_bool('json', False, 'Print only JSON to standard output.')
@@ -36,7 +36,8 @@ flags.DEFINE_bool('json', False, 'Print only JSON to standard output.')
 def main(_):
   given = asked.requested()
   target, drafter = common.pair()
-  drafters = [drafter, load_drafter('ngram', target)] if FLAGS.ngram and FLAGS.drafter != 'ngram' else [drafter]
+  others = {'ngram', 'suffix'} - {FLAGS.drafter} if FLAGS.ngram else ()
+  drafters = [drafter, *(load_drafter(name, target) for name in sorted(others))]
   how = {'max_new_tokens': FLAGS.max_new_tokens, 'progress': tqdm}
   rows = compare.compare(target, drafters, given, FLAGS.temperature, num_nodes=FLAGS.num_nodes, **how)
   if FLAGS.num_decoded:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import acceptance
 import common
 from absl import flags
 
@@ -9,6 +10,7 @@ from eagle_jax.policy.kinds import KINDS
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
+flags.adopt_module_key_flags(acceptance)
 NUMBERS = [name for form in KINDS.values() for name in getattr(form, 'tunable', ())]
 FIELDS = 'num_nodes', 'max_depth', 'width', 'fanout', 'lookup', *NUMBERS  # flags that are fields of policies
 
@@ -34,6 +36,7 @@ flags.DEFINE_float('most_rejected', None, f'Largest sqrt(scale * entropy) to dra
 flags.DEFINE_float('least_mass', None, f'Least probability of a level, weighted by 1 - that {where("least_mass")}.')
 flags.DEFINE_float('steepness', None, f'How fast siblings become fewer, 1 / nats {where("steepness")}.')
 flags.DEFINE_float('least_accepted', None, f'Least probability of acceptance {where("least_accepted")}.')
+flags.DEFINE_float('mean_nodes', None, f'Nodes for each sequence of a batch, shared by all {where("mean_nodes")}.')
 flags.DEFINE_multi_float('confidences', None, f'Upper end of a bin of confidence {where("confidences")}.')
 flags.DEFINE_multi_integer('siblings', None, f'Siblings in a bin of confidence {where("siblings")}.')
 flags.DEFINE_integer('max_new_tokens', 128, 'Maximum number of new tokens for each prompt.', lower_bound=1)
@@ -50,4 +53,4 @@ def requested():
     raise ValueError(f'--policy={FLAGS.policy} does not take {unused}: leave them out, or choose a policy that does.')
   policy = KINDS[FLAGS.policy](**fields) if FLAGS.policy in KINDS else FLAGS.policy
   sampling = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed')
-  return {name: FLAGS[name].value for name in sampling} | {'policy': policy}
+  return {name: FLAGS[name].value for name in sampling} | {'policy': policy, 'chooser': acceptance.requested()}

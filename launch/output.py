@@ -24,6 +24,8 @@ def print_statistics(stats: dict) -> None:
     '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
     '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'
   )
+  if 'lossy' in stats['chooser']:
+    line += ', {chooser}: the text may differ from plain decoding'
   print(line.format(**stats), file=sys.stderr)
 
 

@@ -26,6 +26,7 @@ from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.ngram import Ngram, NgramConfig
 from eagle_jax.draft.peagle import PEagle, PEagleConfig
 from eagle_jax.draft.plain import NoDrafter
+from eagle_jax.draft.suffix import Suffix, SuffixConfig
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import Plain
 from eagle_jax.sampling import GumbelMax, choose
@@ -154,6 +155,11 @@ class OracleDrafter:
 def ngram(vocab_size: int) -> Ngram:
   """The drafter that looks the text up in itself."""
   return Ngram(NgramConfig(vocab_size, target_width=2))
+
+
+def suffix(vocab_size: int) -> Suffix:
+  """The drafter that counts what followed in the text."""
+  return Suffix(SuffixConfig(vocab_size, target_width=2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.evaluate.answered import Answered, Timed
 from eagle_jax.evaluate.calibration import acceptance_by_rank, calibrate, reliability
 from eagle_jax.evaluate.trace import Nodes
+from eagle_jax.lossy import TypicalAcceptance
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sampling import Sampling, position_noise
@@ -289,10 +290,14 @@ def test_tables_and_plots_are_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(('dtype', 'why'), [('float32', 'which is a defect'), ('bfloat16', 'since bfloat16 rounds')])
 def test_differing_texts_are_logged(tmp_path, caplog, dtype, why):
-  target = SimpleNamespace(dtype=jnp.dtype(dtype))
-  bench = SimpleNamespace(policy=Chain(2), drafter=None, num_repeats=1, target=target, measure=lambda *_: iter(BY_HAND))
+  made = {'policy': Chain(2), 'drafter': None, 'num_repeats': 1, 'target': SimpleNamespace(dtype=jnp.dtype(dtype))}
+  bench = SimpleNamespace(**made, options={}, measure=lambda *_: iter(BY_HAND))
   run(bench, [], 0.0, tmp_path / 'log', tmp_path, {})
   assert f'1 of 4 texts differ from plain decoding beyond near ties, {why}' in caplog.text
+  caplog.clear()
+  bench.options['chooser'] = TypicalAcceptance()
+  run(bench, [], 0.0, tmp_path / 'log', tmp_path, {})
+  assert not caplog.text
 
 
 def test_reliability_by_hand():

@@ -25,6 +25,7 @@ from eagle_jax.policy.c2t import C2T, Classifier
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
@@ -40,6 +41,7 @@ STOPPING = (
   SVIP(**SIZES, smaller=(14,), scale=0.2, most_rejected=0.6),
   SureMass(**SIZES, smaller=(14,), scale=0.1, least_mass=0.4),
   Adaptive(**SIZES, smaller=(4,), thresholds=(0.5, 1.0)),
+  RateTree(**SIZES, smaller=(1, 4), thresholds=(0.5, 1.0)),
   C2T(**SIZES, smaller=(2, 4), least_accepted=0.7),
 )
 GAP = GapTree(**SIZES, steepness=2.0)
@@ -70,16 +72,13 @@ def drafter(target):
 
 @pytest.fixture(scope='module')
 def examples(target, drafter):
-  """Answers of both temperatures, one of a single token among them."""
-  how = {'eos_ids': (), 'seed': 3}
+  """Answers of both temperatures, one cut to a single token among them."""
+  how = {'max_new_tokens': NUM_NEW, 'eos_ids': (), 'seed': 3}
   texts = []
   for temperature in TEMPERATURES:
     for row_id, prompt in enumerate(tiny_twin.PROMPTS):
-      num_new = 1 if row_id == 3 else NUM_NEW
-      out = decode.generate(
-        target, None, [prompt], max_new_tokens=num_new, temperature=temperature, row_ids=[row_id], **how
-      )
-      texts.append(AnswerTokens(row_id, prompt, out.tokens[0], temperature, 3))
+      out = decode.generate(target, None, [prompt], temperature=temperature, row_ids=[row_id], **how)
+      texts.append(AnswerTokens(row_id, prompt, out.tokens[0][: 1 if row_id == 3 else NUM_NEW], temperature, 3))
   return make_examples(target, drafter, texts, dtype=jnp.float32)
 
 
@@ -259,7 +258,7 @@ def test_every_policy_has_a_row_at_every_temperature(rows):
       drawn = {kind for name, kind, at in kinds if (name, at) == (series, temperature)} - {'plain'}
       every = {'chain', 'dynamic', 'ddd', 'svip', 'sure_mass', 'gap', 'cape'}
       expected = every if series != 'drafter + lookup' else {'chain'}
-      assert drawn == expected | ({'adaptive', 'c2t'} if series == 'drafter' else set())
+      assert drawn == expected | ({'adaptive', 'rate', 'c2t'} if series == 'drafter' else set())
   plain = [row for row in rows if row.kind == 'plain']
   assert [(row.tau, row.measured) for row in plain] == [(1.0, False)] * 2 + [(1.0, True)] * 2
   assert plain[0].rate == pytest.approx(100.0)

@@ -29,6 +29,8 @@ from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.pooled import PooledTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
@@ -54,6 +56,8 @@ RULED = (
   (GapTree(4, 3, 3, 8), {'steepness': 50.0}),
   (CaPE(4, 3, 3, 8), {'siblings': (0, 0, 0, 0)}),
   (C2T(4, 3, 3, 8, smaller=(4,), least_accepted=0.1), {'least_accepted': 0.0}),
+  (RateTree(4, 3, 3, 8, smaller=(1, 4)), {'thresholds': (0.0, 0.0)}),
+  (PooledTree(4, 3, 3, 8, smaller=(4,), mean_nodes=3.0), {'mean_nodes': 8.0}),
 )
 
 
@@ -120,6 +124,8 @@ def test_rules_change_no_text_and_their_numbers_compile_nothing(target, drafter,
   assert full.stats['policy'] == tuned.describe()
   if isinstance(policy, (CaPE, GapTree)):
     assert out.stats['tau'] != full.stats['tau']
+  elif isinstance(policy, PooledTree):
+    assert out.stats['nodes_per_pass'] < full.stats['nodes_per_pass'] == policy.num_nodes
   else:
     assert out.stats['levels_per_pass'] < full.stats['levels_per_pass'] == policy.max_depth
 

@@ -15,6 +15,8 @@ from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.pooled import PooledTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
@@ -31,6 +33,8 @@ RULED = (
   GapTree(3, 3, 2, 7),
   CaPE(3, 3, 2, 7, siblings=(2, 1, 1, 0)),
   C2T(3, 3, 2, 7, smaller=(3,), least_accepted=0.4),
+  PooledTree(3, 3, 2, 7, smaller=(3,), mean_nodes=4.5),
+  RateTree(3, 3, 2, 7, smaller=(1, 3)),
 )
 SAMPLINGS = (
   {'temperature': 1.0},
@@ -116,7 +120,7 @@ def test_draws_of_trees_by_rules_follow_the_target(number):
   ('make', 'policy'),
   [
     *itertools.product([oracle.ngram, oracle.medusa], POLICIES),
-    *itertools.product([oracle.p_eagle, oracle.dflash], POLICIES[:1]),
+    *itertools.product([oracle.suffix, oracle.p_eagle, oracle.dflash], POLICIES[:1]),
   ],
   ids=lambda x: x.describe() if hasattr(x, 'describe') else x.__name__,
 )

@@ -11,7 +11,7 @@ PACKAGE = ROOT / 'eagle_jax'
 FLOORS = {
   'config': 0, 'text': 0, 'files': 0, 'sharding': 0, 'processes': 0, 'device': 0, 'progress': 0,
   'kernels': 1,
-  'tree': 2, 'cache': 2, 'sampling': 2,
+  'tree': 2, 'cache': 2, 'sampling': 2, 'lossy': 2,
   'models': 3, 'policy': 3,
   'weights': 4,
   'draft': 5,
@@ -28,12 +28,12 @@ ORDER = {
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': (
-    '__init__', 'trees', 'tuned', 'adaptive', 'ddd', 'svip', 'sure_mass', 'gap', 'cape', 'c2t', 'kinds', 'costs',
-    'cost_store',
+    '__init__', 'trees', 'tuned', 'adaptive', 'rate', 'ddd', 'svip', 'sure_mass', 'gap', 'cape', 'c2t', 'pooled',
+    'kinds', 'costs', 'cost_store',
   ),
   'draft': (
-    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'eagle', 'eagle_taps', 'eagle3', 'one_pass',
-    'medusa', 'block', 'dflash', 'drafter', 'model', 'tables', 'heads', 'peagle', 'dflash_files', 'dspark',
+    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'suffix', 'eagle', 'eagle_taps', 'eagle3',
+    'one_pass', 'medusa', 'block', 'dflash', 'drafter', 'model', 'tables', 'heads', 'peagle', 'dflash_files', 'dspark',
     'kinds', 'export',
   ),
   'decode': (

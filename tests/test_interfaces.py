@@ -66,9 +66,21 @@ def test_an_ngram_drafter_offers_nothing_where_nothing_matches():
   assert suggest(lookup, lookup.match(), 1).log_p.tolist() == [[[-np.inf]]]
 
 
+def test_a_suffix_drafter_offers_first_what_followed_most_often():
+  """After 1 2 came 3 twice, and 4 once, later."""
+  lookup = text_lookup([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2])
+  latest, often = (suggest(lookup, lookup.match(), 3, counts_all=counts_all) for counts_all in (False, True))
+  assert latest.token[0, 0].tolist() == [4, 3, NO_TOKEN]
+  assert often.token[0, 0].tolist() == [3, 4, NO_TOKEN]
+  p = np.exp(np.asarray(often.log_p[0, 0]))
+  np.testing.assert_allclose(p[0], 2 * p[1], rtol=1e-6)
+  assert p.sum() < 1
+
+
+@pytest.mark.parametrize('kind', ['ngram', 'suffix'])
 @pytest.mark.parametrize('policy', [Chain(3), DynamicTree(3, 3, 3, 8)], ids=lambda p: p.describe())
-def test_an_ngram_drafter_is_lossless_and_drafts(target, plain, policy):
-  drafter = eagle_jax.load_drafter('ngram', target)
+def test_an_ngram_drafter_is_lossless_and_drafts(target, plain, policy, kind):
+  drafter = eagle_jax.load_drafter(kind, target)
   for how, expected in zip(SAMPLINGS, plain, strict=True):
     out = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, eos_ids=(), **how)
     assert out.tokens == expected.tokens

@@ -23,6 +23,8 @@ from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.pooled import PooledTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import EAGLE1_PATHS, Chain, DynamicTree, Level, StaticTree
@@ -260,6 +262,7 @@ def test_policy_descriptions_and_equality():
     (lambda: SVIP(scale=-0.2), 'SVIP: `scale`.*-0.2'),
     (lambda: SureMass(scale=-1), 'SureMass: `scale`.*-1'),
     (lambda: SureMass(least_mass=None), 'SureMass: `least_mass`.*None'),
+    (lambda: PooledTree(mean_nodes=0.5), 'PooledTree: `mean_nodes`.*0.5'),
     (lambda: GapTree(steepness=np.nan), 'GapTree: `steepness`.*nan'),
     (lambda: GapTree(steepness=(1, 2)), r'GapTree: `steepness`.*\(1, 2\)'),
     (lambda: C2T(least_accepted=1), 'C2T: `least_accepted`.*1.0'),
@@ -437,6 +440,33 @@ def test_best_size_gains_most(seed):
     gains.append(np.asarray(gain)[is_live_B].sum())
   chosen = int(best_size(economy, jnp.asarray(log_q_BA), jnp.asarray(is_live_B), sizes=sizes))
   assert gains[chosen] >= max(gains) - 1e-5
+
+
+def test_a_tree_of_the_best_rate_counts_what_was_drafted():
+  """The root alone takes 1 ms and gives one token; four nodes take 2 ms."""
+  policy, knots, zero_BA = RateTree(2, 2, 2, 4, smaller=(1,)), jnp.linspace(-4, 0, 400), jnp.zeros((1, 7), int)
+  model = AcceptanceModel(jnp.ones(2), knots, jnp.exp(knots))
+
+  def chosen(p: list[float], *draft_ms: float) -> int:
+    log_q_BA = jnp.pad(jnp.log(jnp.asarray([[1.0, *p]])), ((0, 0), (0, 6 - len(p))), constant_values=-jnp.inf)
+    costs = CostModel(1.0, 9.0, StepCosts(1.0, jnp.asarray([1.0, 2.0]), jnp.asarray(draft_ms)), model)
+    return int(policy.select(costs, Candidates(zero_BA, zero_BA, log_q_BA, log_q_BA), jnp.asarray([True]))[0])
+
+  assert chosen([0.6, 0.5, 0.4], 0.0, 0.0) == 1  # 2.5 / 2 against 1 / 1
+  assert chosen([0.5, 0.3], 0.0, 99.0) == 0  # 1.8 / 2 against 1 / 1: the second level was not drafted
+  assert chosen([0.5, 0.3], 1.0, 0.0) == 1  # 1.8 / 3 against 1 / 2: drafting is paid for either way
+
+
+def test_a_pooled_budget_goes_to_the_likeliest_nodes_of_all_sequences():
+  score_BA = jnp.asarray([[0.0, -1, -2, -9], [0, -3, -4, -5], [0, -1, -1, -1]])
+  candidates = Candidates(jnp.zeros((3, 4), int), jnp.zeros((3, 4), int), score_BA, score_BA)
+  policy = PooledTree(2, 3, 1, 4, smaller=(2,), mean_nodes=2.5)
+  size, kept_BA = policy.select(policy.arrays(None, None, None), candidates, jnp.asarray([True, True, False]))
+  assert (kept_BA > -jnp.inf).sum(axis=1)[:2].tolist() == [3, 2]  # 5 nodes for the two that are not done
+  assert policy.sizes[int(size)] == 4
+  few = dataclasses.replace(policy, mean_nodes=2.0)
+  size, kept_BA = few.select(few.arrays(None, None, None), candidates, jnp.asarray([True, True, False]))
+  assert (kept_BA > -jnp.inf).sum(axis=1)[:2].tolist() == [3, 1]
 
 
 def test_level_is_worth_its_expected_tokens():

@@ -20,6 +20,8 @@ from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.pooled import PooledTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree
@@ -113,6 +115,8 @@ RULED = (  # by rules with numbers
   GapTree(3, 3, 3, 8),
   CaPE(3, 3, 3, 8, siblings=(2, 2, 1, 0)),
   C2T(3, 3, 3, 8, smaller=(4,), least_accepted=0.4),
+  PooledTree(3, 3, 3, 8, smaller=(4,), mean_nodes=4.5),
+  RateTree(3, 3, 3, 8, smaller=(1, 4)),
 )
 
 
@@ -217,7 +221,7 @@ def test_random_trees_match_plain_decoding():
   ('make', 'policy'),
   [
     *itertools.product([oracle.ngram, oracle.medusa], [Chain(4), DynamicTree(3, 3, 3, 8)]),
-    *itertools.product([oracle.p_eagle, oracle.dflash], [DynamicTree(3, 3, 3, 8)]),
+    *itertools.product([oracle.suffix, oracle.p_eagle, oracle.dflash], [DynamicTree(3, 3, 3, 8)]),
   ],
   ids=lambda x: x.describe() if hasattr(x, 'describe') else x.__name__,
 )

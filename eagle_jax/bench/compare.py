@@ -31,6 +31,7 @@ from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.costs import Costs, StepTimes, interpolate
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree, TreePolicy, level_starts
@@ -71,6 +72,7 @@ def candidates(*, lookup: bool, costs: Costs | None, num_nodes: Sequence[int] = 
     if costs is not None:
       cut: Any = {**wide, 'smaller': tuple(sorted({1, n // 4, n // 2}))}
       stopping += [Adaptive(**cut, thresholds=(x, x)) for x in THRESHOLDS]
+      stopping += [RateTree(**cut)]
   fixed = [] if lookup or StaticTree().num_nodes > max(num_nodes) else [StaticTree()]
   return [*chains, *shortest, *trees, *fixed, *stopping]
 

@@ -1,7 +1,6 @@
 """One decode step (draft, target pass, verify, commit) and the loop over it, each one compiled program."""
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.verify import Verdict, verify
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import TextLookup
-from eagle_jax.policy.trees import TreePolicy, level_starts
+from eagle_jax.policy.trees import TreePolicy, were_drafted
 from eagle_jax.sharding import num_batch_shards
 from eagle_jax.tree import NO_PARENT, NO_TOKEN, Candidates, DraftTree, ancestor_mask, depth, pad_nodes, rerank
 
@@ -91,10 +90,8 @@ def verify_tree(params: Params, state: DecodeState, candidates: Candidates, *, n
 
 
 def num_drafted(candidates: Candidates, policy: TreePolicy) -> jax.Array:
-  """Count the levels that were drafted, [] i32; a level that was skipped has no used node."""
-  is_used_A = (candidates.log_q > -jnp.inf).any(axis=0)
-  levels = itertools.pairwise(level_starts(policy))
-  return sum((is_used_A[start:end].any().astype(jnp.int32) for start, end in levels), jnp.int32(0))
+  """Count the levels that were drafted, [] i32."""
+  return sum((one.astype(jnp.int32) for one in were_drafted(candidates, policy)), jnp.int32(0))
 
 
 class Step(NamedTuple):

@@ -19,6 +19,7 @@ from eagle_jax.draft.medusa import Medusa
 from eagle_jax.draft.model import Model, ModelConfig, no_file
 from eagle_jax.draft.ngram import Ngram, NgramConfig
 from eagle_jax.draft.peagle import PEagle, PEagleConfig, peagle_table, read_peagle
+from eagle_jax.draft.suffix import Suffix, SuffixConfig
 from eagle_jax.draft.tables import block_table, eagle3_table, eagle_table, eagle_taps_table, medusa_table
 from eagle_jax.weights.folder import naming_config
 from eagle_jax.weights.load import flatten
@@ -120,6 +121,7 @@ KINDS: dict[str, Kind] = {
   ),
   'model': Kind('a smaller model', ModelConfig, Model, tensor_table=no_file),
   'ngram': Kind('n-gram', NgramConfig, Ngram, has_logits=False, for_target=NgramConfig.for_target),
+  'suffix': Kind('suffix', SuffixConfig, Suffix, has_logits=False, for_target=SuffixConfig.for_target),
 }
 
 

@@ -67,11 +67,16 @@ class TextLookup(NamedTuple):
       match_BWS: [B, W, S] i32, matches of the paths.
       weights: two f32 numbers, first and growth; see `WEIGHTS`.
     """
-    first, growth = weights
     length_BW = match_BWS.max(axis=2)
     index_11S = jnp.arange(match_BWS.shape[2])[None, None]
     place_BW = jnp.where(match_BWS == length_BW[..., None], index_11S, 0).max(axis=2)
     token_BW = jnp.take_along_axis(self.text, place_BW + 1, axis=1, mode='clip')
-    weight_BW = first + growth * jnp.log(jnp.maximum(length_BW, 1).astype(jnp.float32))
     is_found_BW = length_BW > 0
-    return Evidence(jnp.where(is_found_BW, token_BW, NO_TOKEN), jnp.where(is_found_BW, weight_BW, 0.0))
+    weight_BW = jnp.where(is_found_BW, match_weights(length_BW, weights), 0.0)
+    return Evidence(jnp.where(is_found_BW, token_BW, NO_TOKEN), weight_BW)
+
+
+def match_weights(length: jax.Array, weights: Sequence[Any] | jax.Array = WEIGHTS) -> jax.Array:
+  """Return what matches of these lengths, i32, add to a logit: f32 nats, -inf for 0; `weights` as in `find_next`."""
+  first, growth = weights
+  return jnp.where(length > 0, first + growth * jnp.log(jnp.maximum(length, 1).astype(jnp.float32)), -jnp.inf)

@@ -78,11 +78,13 @@ def _interpolate(knots_X: jax.Array, measured: Any, x: Any, *, right: str | None
   return jax.tree.map(lambda each: jnp.tensordot(share_X, each, axes=1, precision='highest'), measured)
 
 
-def best_size(model: CostModel, log_q_BA: jax.Array, is_live_B: jax.Array, *, sizes: tuple[int, ...]) -> jax.Array:
-  """Choose the tree size with the largest expected gain over the batch: [] i32, an index into `sizes`.
+def expected_tokens(
+  model: CostModel, log_q_BA: jax.Array, is_live_B: jax.Array, *, sizes: tuple[int, ...]
+) -> jax.Array:
+  """Sum the probabilities that drafted nodes are accepted, over the batch, for each tree size: [Z] f32.
 
   Args:
-    model: costs and acceptance at this step.
+    model: acceptance at this step.
     log_q_BA: [B, A] f32, path log-probability of each candidate; the root's is 0.
     is_live_B: [B] bool, sequences that are not done.
     sizes: tree sizes, ascending, static, none above A.
@@ -90,9 +92,17 @@ def best_size(model: CostModel, log_q_BA: jax.Array, is_live_B: jax.Array, *, si
   best_BA, _ = jax.lax.top_k(log_q_BA, sizes[-1])
   value_BA = model.acceptance.values(best_BA).at[:, 0].set(0)  # the root itself is no gain
   total_A = jnp.cumsum(jnp.where(is_live_B[:, None], value_BA, 0).sum(axis=0))
+  return total_A[jnp.asarray(sizes) - 1]
+
+
+def best_size(model: CostModel, log_q_BA: jax.Array, is_live_B: jax.Array, *, sizes: tuple[int, ...]) -> jax.Array:
+  """Choose the tree size with the largest expected gain over the batch: [] i32, an index into `sizes`.
+
+  Args: as `expected_tokens`.
+  """
   steps_Z = model.costs.verify_ms / model.costs.plain_ms
-  gain_Z = total_A[jnp.asarray(sizes) - 1] - model.node_tokens * steps_Z * is_live_B.sum().astype(jnp.float32)
-  return jnp.argmax(gain_Z).astype(jnp.int32)
+  cost_Z = model.node_tokens * steps_Z * is_live_B.sum().astype(jnp.float32)
+  return jnp.argmax(expected_tokens(model, log_q_BA, is_live_B, sizes=sizes) - cost_Z).astype(jnp.int32)
 
 
 def is_level_worth(model: CostModel, level: Level) -> jax.Array:

@@ -7,13 +7,18 @@ from eagle_jax.policy.c2t import C2T
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
+from eagle_jax.policy.pooled import PooledTree
+from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree, TreePolicy
 
 KINDS: dict[str, Any] = {
-  form.name: form for form in (Plain, Chain, StaticTree, DynamicTree, Adaptive, DDD, SVIP, SureMass, GapTree, CaPE, C2T)
-}
+  form.name: form
+  for form in (
+    Plain, Chain, StaticTree, DynamicTree, Adaptive, RateTree, DDD, SVIP, SureMass, GapTree, CaPE, C2T, PooledTree,
+  )
+}  # fmt: skip
 
 
 def kind_of(policy: TreePolicy) -> str:

@@ -142,6 +142,12 @@ def level_starts(policy: TreePolicy) -> list[int]:
   return list(itertools.accumulate(sizes, initial=1))
 
 
+def were_drafted(candidates: Candidates, policy: TreePolicy) -> list[jax.Array]:
+  """Return for each level below the root whether it was drafted, [] bool; one that was skipped has no used node."""
+  is_used_A = (candidates.log_q > -jnp.inf).any(axis=0)
+  return [is_used_A[start:end].any() for start, end in itertools.pairwise(level_starts(policy))]
+
+
 def _is_count(n: Any) -> bool:
   return isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1
 
