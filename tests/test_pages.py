@@ -37,6 +37,7 @@ ELSEWHERE = ('eagle/', 'runs/')  # the reference's files, and what a run writes
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 PARSE_FLAGS = """
 import json, runpy, sys
+from pathlib import Path
 from absl import flags
 sys.path.insert(0, 'launch')
 FLAGS, modules = flags.FLAGS, set(sys.modules)
@@ -52,8 +53,9 @@ for launcher, commands in json.load(sys.stdin).items():
     if wrong:
       print(launcher, *command, '->', wrong)
   FLAGS.remove_flag_values([name for name in FLAGS if name not in known])
-  for name in ('asked', 'common', 'options', 'cluster', 'entry'):
-    sys.modules.pop(name, None)
+  for name in set(sys.modules) - modules:  # launchers' own define flags when they are imported
+    if Path(getattr(sys.modules[name], '__file__', None) or '').parent.name == 'launch':
+      del sys.modules[name]
 """
 
 
