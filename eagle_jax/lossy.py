@@ -47,8 +47,9 @@ class TypicalAcceptance:
 
   def choose(self, logits_V: jax.Array, child_T: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
     def likely() -> jax.Array:
-      own = choose(logits_V, sampling, row_id, position)
       kept_V = jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf)
+      unfiltered = sampling._replace(top_k=jnp.zeros_like(sampling.top_k), top_p=jnp.ones_like(sampling.top_p))
+      own = choose(kept_V, unfiltered, row_id, position)
       log_p_V = jax.nn.log_softmax(kept_V / sampling.temperature)
       p_V = jnp.exp(log_p_V)
       entropy = -jnp.where(p_V > 0, p_V * log_p_V, 0).sum()
