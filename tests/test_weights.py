@@ -153,9 +153,9 @@ def test_gguf_dequantises(tmp_path, table):
 
 @pytest.mark.parametrize('kind', gguf.quants._type_traits, ids=lambda kind: kind.name)
 def test_gguf_dequantises_blocks_of_every_kind(tmp_path, kind):
-  """Random ones, three rows of two blocks of 256 numbers."""
+  """Random ones, four rows of two blocks of 256 numbers."""
   num_numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-  raw = np.random.default_rng(0).integers(0, 256, (3, 512 // num_numbers * num_bytes), dtype=np.uint8)
+  raw = np.random.default_rng(0).integers(0, 256, (4, 512 // num_numbers * num_bytes), dtype=np.uint8)
   writer = gguf.GGUFWriter(tmp_path / 'one.gguf', 'llama')
   writer.add_tensor('x', raw, raw_dtype=kind)
   writer.write_header_to_file()
@@ -164,8 +164,30 @@ def test_gguf_dequantises_blocks_of_every_kind(tmp_path, kind):
   writer.close()
   with np.errstate(all='ignore'):
     found = gguf_file.read_gguf(tmp_path / 'one.gguf').tensor('x')
-    assert (found.shape, found.dtype) == ((3, 512), np.float32)
+    assert (found.shape, found.dtype) == ((4, 512), np.float32)
     np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, kind))
+
+
+def test_gguf_lists_are_read_as_the_package_reads_them(tmp_path):
+  lists = {
+    'strings': ['', 'é', 'two words'],
+    'numbers': [3, -1, 2],
+    'floats': [0.5, 1e30],
+    'switches': [True, False, True],
+    'one': ['x'],
+    'text': 'no list',
+    'last': [7],
+  }
+  path = tmp_path / 'lists.gguf'
+  writer = gguf.GGUFWriter(path, 'llama')
+  for name, values in lists.items():
+    writer.add_array(name, values) if isinstance(values, list) else writer.add_string(name, values)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.close()
+  expected = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+  assert [name for name in expected if name in lists] == [*lists]
+  assert dict(gguf_file.read_gguf(path).metadata) == expected
 
 
 def test_gguf_damage_gives_one_clear_error(tmp_path, table):
