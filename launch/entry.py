@@ -7,7 +7,7 @@ import sys
 import jax
 import output
 from absl import app, flags
-from store import ProgramFolder
+from store import programs
 
 from eagle_jax.decode.program import use_store
 from eagle_jax.files import cache_folder
@@ -29,14 +29,14 @@ def run(main, *, starts_often: bool = False):
     logging.getLogger().setLevel(logging.WARNING)  # what other libraries do step by step is no news
     try:
       if starts_often:
-        use_store(ProgramFolder(cache_folder() / 'programs'))
+        use_store(programs())
       else:
         jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
       if argv[1:]:
         raise ValueError(f'Every argument must be a flag, got {argv[1:]}: write --name=value, and quote spaces.')
       silence('json' in flags.FLAGS and flags.FLAGS.json)
       main(argv)
-      sys.stdout.flush()
+      output.finish()
     except BrokenPipeError:  # `head` has read enough
       output.drop()
       sys.exit(128 + signal.SIGPIPE)

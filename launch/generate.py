@@ -14,6 +14,7 @@ import options
 import output
 import traces
 from absl import flags
+from store import programs
 
 from eagle_jax import decode
 from eagle_jax.progress import progress_bar
@@ -31,6 +32,8 @@ def main(_):
   cluster.join()
   prompts = inputs.requested()
   request, is_traced = options.requested() | {'stop': FLAGS.stop}, traces.requested(len(prompts))
+  if FLAGS.num_model is None:  # programs for several devices are not stored
+    programs().read_ahead()
   target, drafter = common.models()
   if FLAGS.stream and not FLAGS.json and not is_traced and FLAGS.prompt is not None:
     out = decode.stream(target, drafter, inputs.with_system(prompts)[0], **request)

@@ -1,5 +1,6 @@
 """Prepare a launcher's standard output and error, and write the last line: statistics, or an error."""
 
+import gc
 import io
 import os
 import sys
@@ -18,14 +19,19 @@ def prepare() -> None:
     sys.stdout.reconfigure(errors='backslashreplace')  # a terminal's encoding may lack characters of the text
 
 
+def finish() -> None:
+  """Write what is left, and spare Python's end a last look through all objects, which takes most of a second."""
+  sys.stdout.flush()
+  gc.freeze()
+
+
 def print_statistics(stats: dict) -> None:
   """Print one line about what was decoded to standard error; see `Generation.stats`."""
   line = (
     '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
     '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'
   )
-  if 'lossy' in stats['chooser']:
-    line += ', {chooser}: the text may differ from plain decoding'
+  line += ', {chooser}: the text may differ from plain decoding' if 'lossy' in stats['chooser'] else ''
   print(line.format(**stats), file=sys.stderr)
 
 

@@ -341,6 +341,17 @@ def test_kernels_that_compute_wrongly(folder, tmp_path, monkeypatch, caplog, rig
   assert serves_xla(caplog, what)
 
 
+def test_kernels_are_checked_once(folder, monkeypatch):
+  use(monkeypatch, folder)
+  digest = cpu.library()
+  monkeypatch.setattr(cpu, '_wrong_products', lambda _: ['multiplies'])
+  use(monkeypatch, folder)
+  assert cpu.library() == digest
+  (folder / 'kernels' / f'eagle_{digest}.checked').unlink()
+  use(monkeypatch, folder)
+  assert cpu.library() is None
+
+
 def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch, caplog):
   (tmp_path / 'kernels').mkdir()
   (tmp_path / 'kernels').chmod(0o777)
@@ -378,7 +389,8 @@ def test_two_processes_compile_at_once(folder, tmp_path):
   started = [subprocess.Popen([sys.executable, '-c', ONE], env=environment, stdout=subprocess.PIPE) for _ in range(2)]
   names = {process.communicate(timeout=300)[0].decode().strip() for process in started}
   assert len(names) == 1
-  (library,) = (tmp_path / 'kernels').iterdir()
+  library, mark = sorted((tmp_path / 'kernels').iterdir(), key=lambda path: path.suffix, reverse=True)
+  assert mark == library.with_suffix('.checked')
   assert {library.stem.removeprefix('eagle_')} == names
   assert stat.S_IMODE((tmp_path / 'kernels').stat().st_mode) == 0o700
 

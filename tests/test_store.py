@@ -101,6 +101,49 @@ def test_what_cannot_be_kept_runs(folder, caplog):
   assert caplog.text.count('is not stored') == 1
 
 
+def begin(folder):
+  """Use the folder as a process does that starts now; return what it reads ahead."""
+  programs = store.ProgramFolder(folder)
+  use_store(programs)
+  programs.read_ahead()
+  return programs._ahead
+
+
+def test_what_was_used_last_is_read_ahead(folder, monkeypatch):
+  one, two = jnp.ones(3), jnp.ones((2, 3))
+  assert begin(folder) == {}
+  assert [was_found(one), was_found(two)] == [False, False]
+  ahead = begin(folder)
+  assert [future.result() is not None for future in ahead.values()] == [True, True]
+  with monkeypatch.context() as context:
+    context.setattr(store.Place, 'read', None)
+    assert was_found(one)
+  assert len(ahead) == 1
+  assert was_found(one)  # read again
+  ((place, _),) = begin(folder).items()
+  assert was_found(two)
+  ((other, _),) = begin(folder).items()
+  assert other.path != place.path
+
+
+def test_of_what_is_read_ahead_another_origin_is_not_used(folder, monkeypatch):
+  x = jnp.ones(3)
+  was_found(x)
+  begin(folder)
+  changed_sources(monkeypatch)
+  assert not was_found(x)
+
+
+def test_damage_is_noticed_ahead(folder, caplog):
+  x = jnp.ones(3)
+  was_found(x)
+  (path,) = folder.iterdir()
+  path.write_bytes(b'text')
+  begin(folder)
+  assert not was_found(x)
+  assert caplog.text.count('holds no usable program') == 1
+
+
 class LongerChain(Chain):
   """A policy of a user, whose code may change at any time."""
 

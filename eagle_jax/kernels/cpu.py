@@ -115,7 +115,7 @@ def in_use(mesh: Mesh | None) -> str:
 
 @functools.cache
 def _registered() -> str | None:
-  """Compile the kernels if they are not in the cache folder, and register and check them."""
+  """Register the kernels; compile them if they are not in the cache folder, and check them once."""
   try:
     compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
     digest = _digest(compiler)
@@ -123,6 +123,9 @@ def _registered() -> str | None:
     if not path.exists():
       _compile(compiler, path)
     _register(digest, path)
+    if not (checked := path.with_suffix('.checked')).exists():
+      _check(digest, path)
+      checked.touch()
     return digest
   except StopIteration:
     reason = f'no C++ compiler is installed ({" or ".join(COMPILERS)})'
@@ -166,17 +169,16 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _register(digest: str, path: Path) -> None:
-  """Make the library's kernels known to XLA, and compare what they compute with NumPy.
-
-  Raises:
-    OSError, AttributeError: it is no such library.
-    RuntimeError: a product or attention is wrong.
-  """
+  """Make the library's kernels known to XLA; OSError or AttributeError if it is no such library."""
   import ctypes  # here, for most processes need no library
 
   found = ctypes.CDLL(str(path))
   for operation, kernel in (('matmul', found.eagle_matmul), ('attention', found.eagle_attention)):
     jax.ffi.register_ffi_target(f'eagle_{operation}_{digest}', jax.ffi.pycapsule(kernel), platform='cpu')
+
+
+def _check(digest: str, path: Path) -> None:
+  """Compare what the kernels compute with NumPy; RuntimeError if a product or attention is wrong."""
   with jax.ensure_compile_time_eval():  # not a part of the program that is being traced
     for what in (*_wrong_products(digest), *_wrong_attention(digest)):
       raise RuntimeError(f'{path} {what} wrongly; delete it, or report this')

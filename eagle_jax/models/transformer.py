@@ -45,8 +45,13 @@ class Target:
 
   def head_of(self, ids_U: Any) -> jax.Array:
     """Copy the head's weights of these ids, [U, D] floats; on a mesh, sharded as a head is."""
-    head_UD, mesh = embed(self.head_VD, jnp.asarray(ids_U)).T, mesh_of(self.params)
+    head_UD, mesh = _embed_rows(self.head_VD, jnp.asarray(ids_U)), mesh_of(self.params)
     return head_UD if mesh is None else put(head_UD, param_sharding(['head', 'weight'], head_UD.shape, mesh))
+
+
+@jax.jit
+def _embed_rows(weight_VD: Any, ids_U: jax.Array) -> jax.Array:
+  return embed(weight_VD, ids_U).T
 
 
 class Taps(NamedTuple):

@@ -110,7 +110,8 @@ def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview]
   Returns:
     The strings' bytes, and where they end: beyond the data if they are cut short.
   """
-  strings, end = [], start
+  strings: list[memoryview] = []
+  end = start
   while len(strings) < count and end <= len(data):
     begin = end + 8
     end = begin + int.from_bytes(data[begin - 8 : begin], 'little')

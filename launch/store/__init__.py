@@ -8,13 +8,16 @@ that it has loaded.
 The files are pickles of machine code: whoever can write them can run code. So the folder belongs to its user alone.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
 import pickle
+import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +27,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 import eagle_jax
 from eagle_jax.device import cpu_features, ran_on
-from eagle_jax.files import make_private, replacing
+from eagle_jax.files import cache_folder, make_private, replacing
 from eagle_jax.kernels import cpu
 
 log = logging.getLogger('eagle_jax')
@@ -45,16 +48,37 @@ class ProgramFolder:
       ValueError: it belongs to another user, or others can write to it.
     """
     self._folder = make_private(Path(folder).expanduser())
+    self._begun_ns = time.time_ns()  # the time of the files that are used from now on
+    self._ahead: dict[Place, Future[Callable | None]] = {}
+
+  def read_ahead(self) -> None:
+    """Begin to read the programs that were used last, beside whatever comes next.
+
+    Most of it is done without Python's lock. If they are not the ones that will be used, it was in vain.
+    """
+    stats: dict[Path, os.stat_result] = {}
+    with contextlib.suppress(OSError):  # what cannot be read ahead is read later, or compiled
+      stats |= {path: path.stat() for path in self._folder.glob('[!.]*')}  # no file that is being written
+    newest = max((stat.st_mtime_ns for stat in stats.values()), default=0)
+    paths = [path for path, stat in stats.items() if stat.st_mtime_ns == newest]
+    threads, device = ThreadPoolExecutor(1), jax.devices()[0]
+    for path in sorted(paths, key=lambda path: stats[path].st_size):  # small ones come first in decoding
+      place = Place(path, _origin(device), device)
+      self._ahead[place] = threads.submit(place.read)
 
   def read(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable) -> Callable | None:
     """Find a program; see `decode.program.ProgramStore`."""
-    place = self.place(name, leaves, static, key)
-    return place.read() if place else None
+    if (place := self.place(name, leaves, static, key)) is None:
+      return None
+    program = self._ahead.pop(place).result() if place in self._ahead else place.read()
+    if program:
+      place.used(self._begun_ns)
+    return program
 
   def write(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable, compiled: Any) -> None:
     """Store a program, unless that is impossible; see `decode.program.ProgramStore`."""
-    if place := self.place(name, leaves, static, key):
-      place.write(compiled)
+    if (place := self.place(name, leaves, static, key)) and place.write(compiled):
+      place.used(self._begun_ns)
 
   def place(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable) -> 'Place | None':
     """Find the file for a program; None if the program is not stored.
@@ -72,10 +96,13 @@ class ProgramFolder:
       return None
     (device,) = devices
     path = self._folder / f'{name}-{hashlib.sha256(repr((device.id, key)).encode()).hexdigest()[:32]}'
-    flags = [os.environ.get(name) for name in _FLAGS]
-    kernels = cpu.library()  # which a program that calls them can be read with only if XLA knows them
-    machine = ran_on(), device.client.platform_version, cpu_features(), kernels
-    return Place(path, repr((source_digest(), machine, sorted(settings.items()), flags)), device)
+    return Place(path, _origin(device), device)
+
+
+@functools.cache
+def programs() -> ProgramFolder:
+  """Open the folder of this user's programs."""
+  return ProgramFolder(cache_folder() / 'programs')
 
 
 class Place(NamedTuple):
@@ -99,13 +126,27 @@ class Place(NamedTuple):
       log.warning('ignoring %s, which holds no usable program (%s: %s)', self.path, type(error).__name__, error)
       return None
 
-  def write(self, compiled: Any) -> None:
-    """Write the program; log a warning if that is impossible, since it can run without being stored."""
+  def write(self, compiled: Any) -> bool:
+    """Write the program; if that is impossible, log a warning and return False: it can run without being stored."""
     try:
       with replacing(self.path) as temporary:
         temporary.write_bytes(pickle.dumps((self.origin, *serialize(compiled))))
+      return True
     except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
       log.warning('%s is not stored (%s: %s)', self.path.name, type(error).__name__, error)
+      return False
+
+  def used(self, at_ns: int) -> None:
+    """Give the file a time, if that is possible; see `ProgramFolder.read_ahead`."""
+    with contextlib.suppress(OSError):
+      os.utime(self.path, ns=(at_ns, at_ns))
+
+
+def _origin(device: jax.Device) -> str:
+  flags = [os.environ.get(name) for name in _FLAGS]
+  kernels = cpu.library()  # which a program that calls them can be read with only if XLA knows them
+  machine = ran_on(), device.client.platform_version, cpu_features(), kernels
+  return repr((source_digest(), machine, sorted(jax.config.values.items()), flags))
 
 
 @functools.cache
