@@ -31,8 +31,8 @@ def print_statistics(stats: dict) -> None:
     '{num_new_tokens} new tokens in {num_target_passes} target passes, tau {tau:.2f}, {tok_per_s:.1f} tokens/s '
     '(prefill {prefill_s:.2f} s, decode {decode_s:.2f} s, compile {compile_s:.1f} s apart), {policy}'
   )
-  line += ', {chooser}: the text may differ from plain decoding' if 'lossy' in stats['chooser'] else ''
-  print(line.format(**stats), file=sys.stderr)
+  note = ', {chooser}: the text may differ from plain decoding' if 'lossy' in stats['chooser'] else ''
+  print((line + note).format(**stats), file=sys.stderr)
 
 
 def fail(reason: str, *, is_left_alone: bool = False) -> None:

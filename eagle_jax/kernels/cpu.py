@@ -6,6 +6,7 @@ within XLA's programs, on its threads. They are compiled when first needed, into
 done, XLA's own forms serve, and one log line says why.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -125,7 +126,8 @@ def _registered() -> str | None:
     _register(digest, path)
     if not (checked := path.with_suffix('.checked')).exists():
       _check(digest, path)
-      checked.touch()
+      with contextlib.suppress(OSError):  # a folder that is not written to: checked again next time
+        checked.touch()
     return digest
   except StopIteration:
     reason = f'no C++ compiler is installed ({" or ".join(COMPILERS)})'

@@ -73,7 +73,7 @@ def _import_gguf():
 def _open(path: Path):
   """Open the package's reader over an array, from which lists are read at once.
 
-  It would take three times as long to slice a vocabulary out of a memmap, and ten times to do so entry by entry.
+  It would take three times as long to slice a vocabulary out of a memmap, and longer still to do so entry by entry.
   """
   gguf: Any = _import_gguf()
   types = gguf.GGUFValueType

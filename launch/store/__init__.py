@@ -56,14 +56,17 @@ class ProgramFolder:
 
     Most of it is done without Python's lock. If they are not the ones that will be used, it was in vain.
     """
+    if _is_left_to_jax():
+      return
     stats: dict[Path, os.stat_result] = {}
     with contextlib.suppress(OSError):  # what cannot be read ahead is read later, or compiled
       stats |= {path: path.stat() for path in self._folder.glob('[!.]*')}  # no file that is being written
     newest = max((stat.st_mtime_ns for stat in stats.values()), default=0)
     paths = [path for path, stat in stats.items() if stat.st_mtime_ns == newest]
     threads, device = ThreadPoolExecutor(1), jax.devices()[0]
+    origin = _origin(device)
     for path in sorted(paths, key=lambda path: stats[path].st_size):  # small ones come first in decoding
-      place = Place(path, _origin(device), device)
+      place = Place(path, origin, device)
       self._ahead[place] = threads.submit(place.read)
 
   def read(self, name: str, leaves: Sequence[Any], static: dict[str, Any], key: Hashable) -> Callable | None:
@@ -90,9 +93,7 @@ class ProgramFolder:
       key: everything that the program depends on, distinguished by its `repr`.
     """
     devices = set().union(*(x.sharding.device_set for x in leaves if getattr(x, 'sharding', None)))
-    settings = jax.config.values
-    is_in_jax_cache = settings['jax_enable_compilation_cache'] and settings['jax_compilation_cache_dir']
-    if is_in_jax_cache or len(devices) != 1 or not all(map(_is_ours, static.values())):
+    if _is_left_to_jax() or len(devices) != 1 or not all(map(_is_ours, static.values())):
       return None
     (device,) = devices
     path = self._folder / f'{name}-{hashlib.sha256(repr((device.id, key)).encode()).hexdigest()[:32]}'
@@ -140,6 +141,12 @@ class Place(NamedTuple):
     """Give the file a time, if that is possible; see `ProgramFolder.read_ahead`."""
     with contextlib.suppress(OSError):
       os.utime(self.path, ns=(at_ns, at_ns))
+
+
+def _is_left_to_jax() -> bool:
+  """Return whether JAX's own cache is in use."""
+  settings = jax.config.values
+  return bool(settings['jax_enable_compilation_cache'] and settings['jax_compilation_cache_dir'])
 
 
 def _origin(device: jax.Device) -> str:
