@@ -11,9 +11,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eagle_jax.kernels.argmax import argmax
-from eagle_jax.kernels.random import random_bits
+from eagle_jax.kernels.random import fold_in, random_bits
 from eagle_jax.sharding import to_device
 
 
@@ -50,9 +51,10 @@ def position_noise(seed, row_id, position, token_U: jax.Array) -> jax.Array:
     position: [] i32, absolute position of the token being drawn, counted without padding.
     token_U: [U] i32, target ids.
   """
-  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), row_id), position)
+  seed, row_id, position = (jnp.asarray(number).astype(jnp.uint32) for number in (seed, row_id, position))
+  key = fold_in(fold_in((jnp.zeros_like(seed), seed), row_id), position)
+  bits_U = random_bits(key, token_U.astype(jnp.uint32))
   one = jnp.uint32(0x3F800000)  # the bits of 1.0: with 23 random ones behind them, a number in [1, 2)
-  bits_U = random_bits(jax.random.key_data(key), token_U.astype(jnp.uint32))
   uniform_U = jax.lax.bitcast_convert_type(bits_U >> 9 | one, jnp.float32) - 1
   return -jnp.log(-jnp.log(jnp.maximum(uniform_U, jnp.finfo(jnp.float32).tiny)))
 
@@ -70,21 +72,48 @@ def perturbation(sampling: Sampling, row_id, position, token_U: jax.Array) -> ja
   return jax.lax.cond(sampling.temperature > 0, noise, lambda: jnp.zeros(token_U.shape))
 
 
-def _threshold(order_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.Array:
-  """Find the largest u32 `t` for which the weights where `order >= t` sum to `need`, by bisection, without a sort."""
+def _least_kept(logits_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> jax.Array:
+  """Find the largest logit, [] f32, that with all above it weighs `need`, by bisection, without a sort; -inf if none.
 
-  def decide_bit(i, t):
-    candidate = t | (jnp.uint32(1) << jnp.uint32(31 - i))
-    return jnp.where(jnp.where(order_V >= candidate, weight_V, 0).sum() >= need, candidate, t)
+  Floats are bisected by their place in the order of all of them.
+  """
+  order_V = _order(logits_V)
 
-  return jax.lax.fori_loop(0, 32, decide_bit, jnp.uint32(0))
+  def decide_bit(i, least):
+    candidate = least | (jnp.uint32(1) << jnp.uint32(31 - i))
+    return jnp.where(jnp.where(order_V >= candidate, weight_V, 0).sum() >= need, candidate, least)
+
+  least = jax.lax.fori_loop(0, 32, decide_bit, jnp.uint32(0))
+  return jnp.where(least > 0, _float_of(least), -jnp.inf)
+
+
+_SIGN = np.uint32(1 << 31)  # the bit of a float's sign
 
 
 def _order(x_V: jax.Array) -> jax.Array:
   """Map floats to u32 [V] with the same order."""
   bits_V = jax.lax.bitcast_convert_type(x_V, jnp.uint32)
-  sign = jnp.uint32(1 << 31)
-  return jnp.where(bits_V & sign != 0, ~bits_V, bits_V | sign)
+  return jnp.where(bits_V < _SIGN, bits_V | _SIGN, ~bits_V)
+
+
+def _float_of(order: jax.Array) -> jax.Array:
+  """Return the float of this `_order`."""
+  return jax.lax.bitcast_convert_type(jnp.where(order < _SIGN, ~order, order ^ _SIGN), jnp.float32)
+
+
+def _bound(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
+  """Find the least logit, [] f32, that passes top-k, then top-p."""
+
+  def least_of_k():
+    return _least_kept(logits_V, jnp.ones_like(logits_V), sampling.top_k.astype(jnp.float32))
+
+  def least_of_p():
+    kept_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+    p_V = jax.nn.softmax(kept_V / jnp.maximum(sampling.temperature, 1e-6))  # greedy keeps its token
+    return jnp.maximum(least, _least_kept(logits_V, p_V, sampling.top_p))
+
+  least = jax.lax.cond(sampling.top_k > 0, least_of_k, lambda: -jnp.inf)
+  return jax.lax.cond(sampling.top_p < 1, least_of_p, lambda: least)
 
 
 def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
@@ -92,19 +121,7 @@ def keep(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 
   Top-p keeps the smallest set of the likeliest tokens whose probability, after temperature and top-k, reaches p.
   """
-  order_V = _order(logits_V)
-
-  def least_of_k():
-    return _threshold(order_V, jnp.ones_like(logits_V), sampling.top_k.astype(jnp.float32))
-
-  def least_of_p():
-    kept_V = jnp.where(order_V >= least, logits_V, -jnp.inf)
-    p_V = jax.nn.softmax(kept_V / jnp.maximum(sampling.temperature, 1e-6))  # greedy keeps its token
-    return jnp.maximum(least, _threshold(order_V, p_V, sampling.top_p))
-
-  least = jax.lax.cond(sampling.top_k > 0, least_of_k, lambda: jnp.uint32(0))
-  least = jax.lax.cond(sampling.top_p < 1, least_of_p, lambda: least)
-  return order_V >= least
+  return ~(logits_V < _bound(logits_V, sampling))
 
 
 def perturbed(logits_V: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
@@ -127,20 +144,16 @@ def _apply_to_perturbed(function: Callable, logits_V: jax.Array, sampling: Sampl
   """Apply a function to the perturbed logits.
 
   A branch skips all of this for greedy decoding, and one inside it skips the filters; its condition is made of scalars
-  that no `vmap` over sequences batches. `function` is applied inside the branches, since on a mesh the result of a
-  branch is replicated on every device.
+  that no `vmap` over sequences batches. `function` is applied inside the branch, and filters leave it as one number,
+  since on a mesh the result of a branch is replicated on every device.
   """
-
-  def drawn(kept_V):
-    noise_V = position_noise(sampling.seed, row_id, position, jnp.arange(logits_V.shape[0]))
-    return function(kept_V + sampling.temperature * noise_V)
-
-  def filtered():
-    return drawn(jnp.where(keep(logits_V, sampling), logits_V, -jnp.inf))
 
   def sampled():
     is_filtered = (sampling.top_k > 0) | (sampling.top_p < 1)
-    return jax.lax.cond(is_filtered, filtered, lambda: drawn(logits_V))
+    least = jax.lax.cond(is_filtered, lambda: _bound(logits_V, sampling), lambda: -jnp.inf)
+    kept_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+    noise_V = position_noise(sampling.seed, row_id, position, jnp.arange(logits_V.shape[0]))
+    return function(kept_V + sampling.temperature * noise_V)
 
   return jax.lax.cond(sampling.temperature > 0, sampled, lambda: function(logits_V))
 

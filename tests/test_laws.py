@@ -522,19 +522,21 @@ def test_keep_matches_sorting(top_k, top_p):
       np.testing.assert_array_equal(keep(logits_V, how), numpy_keep(logits_V, temperature, top_k, top_p))
 
 
-def test_order_maps_floats_monotonically():
+def test_order_maps_floats_monotonically_and_back():
   x_V = jnp.asarray([-jnp.inf, -1e30, -2.0, -1e-30, 1e-30, 0.5, 3.0, jnp.inf], jnp.float32)
-  assert (jnp.diff(sampling._order(x_V).astype(jnp.float32)) > 0).all()
+  order_V = sampling._order(x_V)
+  assert (jnp.diff(order_V.astype(jnp.float32)) > 0).all()
+  np.testing.assert_array_equal(sampling._float_of(order_V), x_V)
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_threshold_matches_sorting(seed):
+def test_the_least_logit_kept_matches_sorting(seed):
   rng = np.random.default_rng(seed)
-  order_V = rng.integers(0, 2**32, 30, dtype=np.uint32)
-  order_V[:10] = order_V[10:20]
-  weight_V, need = rng.integers(0, 9, 30).astype(np.float32), np.float32(rng.integers(1, 60))
-  enough = [t for t in order_V if weight_V[order_V >= t].sum() >= need]
-  assert sampling._threshold(order_V, weight_V, need) == max(enough, default=0)
+  logits_V = rng.normal(0, 10, 30).astype(np.float32)
+  logits_V[:10] = logits_V[10:20]
+  weight_V, need = rng.integers(0, 9, 30).astype(np.float32), np.float32(rng.integers(1, 200))
+  enough = [logit for logit in logits_V if weight_V[logits_V >= logit].sum() >= need]
+  assert sampling._least_kept(jnp.asarray(logits_V), weight_V, need) == max(enough, default=-np.inf)
 
 
 @pytest.mark.parametrize('tokens', [[0], [7, 3, 49_151], range(1000)], ids=str)

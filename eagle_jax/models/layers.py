@@ -21,9 +21,20 @@ from eagle_jax.sharding import constrain
 
 
 def held(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-  """Return a parameter of a module: an array of this shape, or a `Quantised` matrix that stands for one."""
-  given = module.get_variable('params', name) if module.has_variable('params', name) else None
-  return given if isinstance(given, Quantised) else module.param(name, init, shape, dtype)
+  """Return a parameter of a module: an array of this shape, or a `Quantised` matrix that stands for one.
+
+  One that is there is checked here: Flax would trace `init` for its shape, a tenth of the time of tracing a step.
+
+  Raises:
+    ValueError: it has another shape.
+  """
+  if not module.has_variable('params', name):
+    return module.param(name, init, shape, dtype)
+  given: Any = module.get_variable('params', name)
+  if given.shape != shape:
+    place = '/'.join((*module.path, name))
+    raise ValueError(f'Parameter {place} must have the shape {shape} of its configuration, got {given.shape}.')
+  return given
 
 
 def project(x_IR: jax.Array, weight: Any, bias: jax.Array | None = None) -> jax.Array:
@@ -64,7 +75,7 @@ def weights_of(
   outputs = range(len(batch_axis), len(shape) - 1)
   init = nn.initializers.lecun_normal(in_axis=-1, out_axis=outputs, batch_axis=batch_axis)
   weights = {'weight': held(module, 'weight', init, shape, dtype)}
-  return weights | ({'bias': module.param('bias', nn.initializers.zeros, shape[:-1], dtype)} if module.use_bias else {})
+  return weights | ({'bias': held(module, 'bias', nn.initializers.zeros, shape[:-1], dtype)} if module.use_bias else {})
 
 
 class Embedding(nn.Module):
@@ -107,7 +118,7 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
-    scale_D = self.param('scale', nn.initializers.constant(1 - self.offset), x_DR.shape[-2:-1], x_DR.dtype)
+    scale_D = held(self, 'scale', nn.initializers.constant(1 - self.offset), x_DR.shape[-2:-1], x_DR.dtype)
     x32_DR = x_DR.astype(jnp.float32)
     rms_R = jnp.sqrt(jnp.square(x32_DR).mean(axis=-2, keepdims=True) + self.eps)
     dtype = jnp.float32 if self.in_float32 else x_DR.dtype
@@ -224,7 +235,7 @@ class Attention(nn.Module):
       q_GJKR *= c.attention_scale * K**0.5
     q_BGJTK = q_GJKR.reshape(G, J, K, B, T).transpose(3, 0, 1, 4, 2)
     k_BGTK, v_BGTK = (x.reshape(G, K, B, T).transpose(2, 0, 3, 1) for x in (k_GKR, qkv_GQKR[:, J + 1]))
-    sinks = (self.param('sinks', nn.initializers.normal(), (G, J), x_DR.dtype),) if c.has_sinks else ()
+    sinks = (held(self, 'sinks', nn.initializers.normal(), (G, J), x_DR.dtype),) if c.has_sinks else ()
     out_BGJTK, memory = attention(q_BGJTK, k_BGTK, v_BGTK, *sinks)
     out_DR = out_BGJTK.transpose(1, 2, 4, 0, 3).reshape(c.num_heads * K, B * T)
     return Linear((c.width,), c.o_bias, name='o')(out_DR), memory
