@@ -36,24 +36,20 @@ TARGET = TargetConfig(**SIZES, num_layers=1, max_context=128, eos_ids=(0,))
 DRAFTER = DrafterConfig(**SIZES, draft_vocab_size=20)
 DATA = Data(num_shards=2, shard_size=8, num_rows=4, num_refill=2, max_prompt=32, max_new_tokens=24)
 RECIPE = Recipe(num_steps=4, num_rows=2, num_places=64, chunk_places=32, objective=Objective(num_steps=2))
-POLICIES = Chain(2), DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8, lookup=True)
+CHAIN, TREE = Chain(2), DynamicTree(width=3, fanout=3, max_depth=2, num_nodes=8, lookup=True)
 TREES, NUM_CHAIN = {'tree_tau': Chain(2)}, 2  # small programs for evaluation
 
 
 def decoded(target: Target, drafter: Drafter) -> dict[str, list]:
-  """Return the tokens and accepted counts of batches and of a stream."""
+  """Return the tokens and accepted counts of a batch, of refilled sequences and of a stream."""
   prompts = np.random.default_rng(0).integers(0, 31, (4, 5)).tolist()
-  found = {}
-  for policy in POLICIES:
-    out = decode.generate(target, drafter, prompts, max_new_tokens=16, temperature=0.8, policy=policy)
-    found[policy.describe()] = [out.tokens, out.num_accepted]
-  how = {'max_new_tokens': 16, 'temperature': 0.8, 'policy': POLICIES[1]}
-  out = decode.generate(target, drafter, prompts, batch_size=2, **how)
-  found['refilled'] = [out.tokens, out.num_accepted]
-  out = decode.generate(target, drafter.quantised(), prompts, **how)
-  found['quantised'] = [out.tokens, out.num_accepted]
-  chunks = decode.stream(target, drafter, prompts[0], max_new_tokens=16, policy=POLICIES[0])
-  return found | {'stream': [token for chunk in chunks for token in chunk.tokens]}
+  found, how = {}, {'max_new_tokens': 16, 'temperature': 0.8, 'policy': TREE}
+  for name, batch_size in (('batch', None), ('refilled', 2)):
+    out = decode.generate(target, drafter, prompts, batch_size=batch_size, **how)
+    found[name] = [out.tokens, out.num_accepted]
+  first, *chunks = decode.stream(target, drafter.quantised(), prompts[0], max_new_tokens=16, policy=CHAIN)
+  tokens = first.tokens + [token for chunk in chunks for token in chunk.tokens]
+  return found | {'stream': [tokens, [chunk.num_accepted for chunk in chunks]]}
 
 
 def trained(target: Target, folder: Path) -> list:

@@ -263,7 +263,7 @@ def test_a_rounded_target_is_held_in_bytes(compiled):
 
 @pytest.mark.optimised
 @pytest.mark.parametrize('batch', [1, 5])
-@pytest.mark.parametrize('policy', [Chain(3), DynamicTree(4, 3, 3, 8)], ids=lambda p: p.describe())
+@pytest.mark.parametrize('policy', [Chain(3), DynamicTree(3, 3, 3, 8)], ids=lambda p: p.describe())
 def test_the_loop_copies_no_cache(compiled, policy, batch):
   params, spec, state = prefilled_pair(tiny.target(), tiny.drafter(), policy, batch=batch)
   shape = 'f32[' + ','.join(map(str, state.cache.keys[0].shape)) + ']'

@@ -40,24 +40,24 @@ from tiny_programs import copies_in_loop, loop_listing, prefilled_pair
 from tiny_traces import BYTES
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11], [96, 0, 96]]
-POLICIES = (Chain(3), StaticTree(), StaticTree([(0,), (1,), (1, 0)]), DynamicTree(4, 3, 3, 8))
+POLICIES = (Chain(3), StaticTree(), StaticTree([(0,), (1,), (1, 0)]), DynamicTree(3, 3, 3, 8))
 SAMPLINGS = (
   {},
   {'temperature': 1.0, 'seed': 3},
   {'temperature': 0.7, 'top_k': 20, 'top_p': 0.8, 'row_ids': [4, 4, 0, 9]},
 )
-SMALL = DynamicTree(4, 3, 3, 8)
-ADAPTIVE = Adaptive(4, 3, 3, 8, smaller=(1, 4))
+SMALL = DynamicTree(3, 3, 3, 8)
+ADAPTIVE = Adaptive(3, 3, 3, 8, smaller=(1, 4))
 NUM_NEW = 40
 RULED = (
-  (DDD(4, 3, 3, 8, smaller=(4,), least_log_mass=-3.0), {'least_log_mass': -99.0}),
-  (SVIP(4, 3, 3, 8, smaller=(4,), scale=0.15, most_rejected=0.5), {'most_rejected': 99.0}),
-  (SureMass(4, 3, 3, 8, smaller=(4,), scale=0.1, least_mass=0.1), {'least_mass': 0.0}),
-  (GapTree(4, 3, 3, 8), {'steepness': 50.0}),
-  (CaPE(4, 3, 3, 8), {'siblings': (0, 0, 0, 0)}),
-  (C2T(4, 3, 3, 8, smaller=(4,), least_accepted=0.1), {'least_accepted': 0.0}),
-  (RateTree(4, 3, 3, 8, smaller=(1, 4)), {'thresholds': (0.0, 0.0)}),
-  (PooledTree(4, 3, 3, 8, smaller=(4,), mean_nodes=3.0), {'mean_nodes': 8.0}),
+  (DDD(3, 3, 3, 8, smaller=(4,), least_log_mass=-3.0), {'least_log_mass': -99.0}),
+  (SVIP(3, 3, 3, 8, smaller=(4,), scale=0.15, most_rejected=0.5), {'most_rejected': 99.0}),
+  (SureMass(3, 3, 3, 8, smaller=(4,), scale=0.1, least_mass=0.1), {'least_mass': 0.0}),
+  (GapTree(3, 3, 3, 8), {'steepness': 50.0}),
+  (CaPE(3, 3, 3, 8), {'siblings': (0, 0, 0, 0)}),
+  (C2T(3, 3, 3, 8, smaller=(4,), least_accepted=0.1), {'least_accepted': 0.0}),
+  (RateTree(3, 3, 3, 8, smaller=(1, 4)), {'thresholds': (0.0, 0.0)}),
+  (PooledTree(3, 3, 3, 8, smaller=(4,), mean_nodes=3.0), {'mean_nodes': 8.0}),
 )
 
 
@@ -728,6 +728,12 @@ def test_drafter_of_another_target_is_refused(target, field, size, policy):
   other = tiny.drafter(DrafterConfig(**fields | {field: size}))
   with pytest.raises(ValueError, match=f'{field} {size} instead of'):
     decode.generate(target, other, PROMPTS, policy=policy)
+
+
+def test_a_parameter_of_another_shape_is_refused(target):
+  other = dataclasses.replace(target, params={**target.params, 'norm': {'scale': jnp.ones(31)}})
+  with pytest.raises(ValueError, match=r'norm/scale .*\(32,\).*\(31,\)'):
+    decode.generate(other, None, [[1]], max_new_tokens=2)
 
 
 @pytest.mark.parametrize('drafter_dtype', [jnp.bfloat16, jnp.float32])

@@ -16,8 +16,8 @@ from eagle_jax.tree import NO_PARENT, NO_TOKEN
 from tiny_costs import COSTS
 
 PROMPTS = [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11]]
-SMALL = DynamicTree(4, 3, 3, 8)
-ADAPTIVE = pytest.param(Adaptive(4, 3, 3, 8, smaller=(1, 4)), marks=pytest.mark.slow)
+SMALL = DynamicTree(3, 3, 3, 8)
+ADAPTIVE = pytest.param(Adaptive(3, 3, 3, 8, smaller=(1, 4)), marks=pytest.mark.slow)
 POLICIES = Plain(), Chain(3, lookup=True), StaticTree([(0,), (1,), (1, 0)]), SMALL, ADAPTIVE
 NUM_NEW = 16
 GENERATE = sys.modules['eagle_jax.decode.generate']

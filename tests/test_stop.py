@@ -13,7 +13,7 @@ from tiny_traces import BYTES
 
 VOCAB = 12  # so few that a random drafter is right now and then
 PROMPTS = [[1, 2, 3], [10], [5, 6, 7, 8, 9, 10, 11], [4, 0, 4], [2, 2]]
-HOW = {'max_new_tokens': 24, 'eos_ids': (), 'policy': DynamicTree(4, 3, 3, 8)}
+HOW = {'max_new_tokens': 24, 'eos_ids': (), 'policy': DynamicTree(3, 3, 3, 8)}
 
 
 @pytest.fixture(scope='module')

@@ -68,7 +68,7 @@ def traced():
   target, prompts = tiny.target(tokenizer=BYTES), [[1, 2, 3], [40], [5, 6, 7, 8, 9, 10, 11]]
   first = decode.generate(target, None, prompts, max_new_tokens=1).tokens[1]
   return decode.generate(
-    target, tiny.drafter(), prompts, max_new_tokens=24, policy=DynamicTree(4, 3, 3, 8), eos_ids=first, trace=True
+    target, tiny.drafter(), prompts, max_new_tokens=24, policy=DynamicTree(3, 3, 3, 8), eos_ids=first, trace=True
   )
 
 

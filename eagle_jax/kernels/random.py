@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)  # of the rounds, four and four in turn
-
-
 Key = Sequence[jax.Array] | jax.Array  # of two halves, [] u32
 
 

@@ -118,8 +118,10 @@ def drafted_outputs(w, embed, tokens, drafted, features, s, *, is_eagle3):
 
 
 def weights(shapes: dict) -> dict:
-  torch.manual_seed(0)
-  return {name: 0.3 * torch.randn(shape) + (1.0 if 'norm' in name else 0.0) for name, shape in shapes.items()}
+  drawn = torch.Generator().manual_seed(0)
+  return {
+    name: 0.3 * torch.randn(shape, generator=drawn) + (1.0 if 'norm' in name else 0.0) for name, shape in shapes.items()
+  }
 
 
 def layer_shapes(in_width: int) -> dict:
@@ -147,7 +149,7 @@ def eagle3_weights(target_width: int = D) -> dict:
   norms = {f'layers.0.{name}.weight': (D,) for name in ('input_layernorm', 'hidden_norm')}
   shapes = {'fc.weight': (D, 3 * target_width), 'norm.weight': (D,), 'lm_head.weight': (U, D), **norms}
   out = weights(shapes | layer_shapes(2 * D))
-  ids = torch.randperm(V)[:U].sort().values
+  ids = torch.randperm(V, generator=torch.Generator().manual_seed(0))[:U].sort().values
   out['d2t'], out['t2d'] = ids - torch.arange(U), torch.isin(torch.arange(V), ids)
   return out
 
