@@ -17,6 +17,8 @@ from eagle_jax.kernels.argmax import argmax
 from eagle_jax.kernels.random import fold_in, random_bits
 from eagle_jax.sharding import to_device
 
+_SIGN = np.uint32(1 << 31)  # the bit of a float's sign
+
 
 class Sampling(NamedTuple):
   """Sampling parameters: traced, so changing them never recompiles; each a scalar, or [B], one number a sequence."""
@@ -85,9 +87,6 @@ def _least_kept(logits_V: jax.Array, weight_V: jax.Array, need: jax.Array) -> ja
 
   least = jax.lax.fori_loop(0, 32, decide_bit, jnp.uint32(0))
   return jnp.where(least > 0, _float_of(least), -jnp.inf)
-
-
-_SIGN = np.uint32(1 << 31)  # the bit of a float's sign
 
 
 def _order(x_V: jax.Array) -> jax.Array:

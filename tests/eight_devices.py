@@ -44,7 +44,6 @@ POLICIES = {'chain': Chain(2), 'dynamic': DynamicTree(width=3, fanout=3, max_dep
 SAMPLING = {'greedy': {'temperature': 0.0}, 'sampled': {'temperature': 0.8, 'top_k': 12, 'seed': 5}}
 BATCHES = (8, 1)
 COVERED = '1x4'  # by 2x4, which splits a model alike; the dynamic policy alone decodes on it
-WHOLE_MODELS = '8x1'  # on each device: the other kinds of heads are not split there
 FAMILIES = {
   'biased': {'qkv_bias': True, 'qk_norm': True, 'window': 4, 'mlp_bias': True},
   'grouped': {'num_kv_heads': 2, 'qkv_bias': True},  # fewer than devices a model: each head's weights are split
@@ -212,7 +211,7 @@ def main() -> None:
         for batch in BATCHES if mesh else BATCHES[:1]:  # a batch of one gives the first row of all
           for sampling_name, sampling in SAMPLING.items():
             request = {'max_new_tokens': 16, 'policy': policy, **sampling}
-            if batch == 1 and policy_name == 'chain':
+            if batch == 1 and policy_name == 'chain' and sampling_name == 'greedy':
               found = streamed(target, drafter, prompts[0], **request)
             else:
               given = decode.generate(target, drafter, prompts[:batch], **request)
@@ -221,11 +220,12 @@ def main() -> None:
       if mesh_name == COVERED:
         continue
       request = {'max_new_tokens': 16, 'policy': POLICIES['dynamic'], **SAMPLING['sampled']}
+      eagle3 = hub.load_drafter(eagle3_folder, target)
+      given = decode.generate(target, eagle3, prompts, **request)
+      cases.setdefault('eagle3 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       small = hub.load_drafter(drafter_folder, target, dtype='int8')
-      if mesh_name != WHOLE_MODELS:
-        for name, other in (('eagle3', hub.load_drafter(eagle3_folder, target)), ('quantised', small)):
-          given = decode.generate(target, other, prompts, **request)
-          cases.setdefault(f'{name} 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
+      given = decode.generate(target, small, prompts, **request)
+      cases.setdefault('quantised 8 sampled', {})[mesh_name] = [given.tokens, given.num_accepted]
       if mesh is None:
         continue
       given, programs[mesh_name] = refilled(target, drafter, prompts, batch_size=4, **request)
