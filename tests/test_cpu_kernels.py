@@ -1,5 +1,6 @@
-"""The compiled kernels of CPUs: products, attention, the text that they write, and what serves where there are none."""
+"""The compiled kernels of CPUs: their operations, the text that they write, and what serves where there are none."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -16,14 +17,17 @@ import pytest
 import store
 
 import tiny
+from eagle_jax import cache as kv_cache
 from eagle_jax import decode
+from eagle_jax.cache import KVCache
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.device import cpu_features
 from eagle_jax.files import cache_folder
-from eagle_jax.kernels import attention, cpu, int8, matmul
+from eagle_jax.kernels import attention, cpu, int8, matmul, norm
 from eagle_jax.models import rounded
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import make_mesh
+from eagle_jax.tree import ancestor_mask
 from tiny_programs import copies_in_loop, decode_alike, loop_listing, prefilled_pair
 
 TESTS = Path(__file__).parent
@@ -81,11 +85,17 @@ def columns(width, count):
 # Products.
 
 
+def multiply(weight_OI, x_IR, scale=1.0):
+  if weight_OI.dtype == jnp.float32:
+    return cpu.multiply(weight_OI, x_IR)
+  return cpu.multiply_bytes(weight_OI, jnp.full(weight_OI.shape[:-1], scale, jnp.float32), x_IR)
+
+
 @jax.jit
 def by_count(weight_OI, x_IR):
   """Products with the first columns and with the last ones, of each count, in one program."""
   both = [(x_IR[:, :count], x_IR[:, -count:]) for count in COUNTS]
-  return [[cpu.multiply(weight_OI, part) for part in pair] for pair in both]
+  return [[multiply(weight_OI, part) for part in pair] for pair in both]
 
 
 @pytest.mark.parametrize('outputs', [(1,), (23,), (24,), (2, 61)], ids=str)
@@ -105,8 +115,13 @@ def test_products(compiled, kind, width, outputs):
 
 def test_bytes_may_meet_any_number_of_columns(compiled):
   weight_OI, x_IR = weights('int8', 30, 70), np.asarray(columns(70, 150))
-  few = np.concatenate([cpu.multiply(weight_OI, x_IR[:, i : i + 10]) for i in range(0, 150, 10)], axis=1)
-  np.testing.assert_array_equal(cpu.multiply(weight_OI, x_IR), few)
+  few = np.concatenate([multiply(weight_OI, x_IR[:, i : i + 10]) for i in range(0, 150, 10)], axis=1)
+  np.testing.assert_array_equal(multiply(weight_OI, x_IR), few)
+
+
+def test_bytes_are_scaled_after_they_are_added_up(compiled):
+  weight_OI, x_IR = weights('int8', 2, 30, 70), columns(70, 3)
+  np.testing.assert_array_equal(multiply(weight_OI, x_IR, scale=0.3), np.float32(0.3) * multiply(weight_OI, x_IR))
 
 
 @pytest.mark.parametrize('width', [576, 14_336])
@@ -115,14 +130,14 @@ def test_the_largest_sums_of_bytes(compiled, width):
   weight_OI = np.stack([127 * sign, np.full(width, 127), -127 * sign, np.zeros(width)]).astype(np.int8)
   x_IR = np.stack([32_767 * sign, np.full(width, 32_767), np.zeros(width)], axis=1).astype(np.float32)
   exact = weight_OI.astype(np.float64) @ x_IR
-  np.testing.assert_allclose(cpu.multiply(jnp.asarray(weight_OI), jnp.asarray(x_IR)), exact, rtol=1e-6, atol=0)
+  np.testing.assert_allclose(multiply(jnp.asarray(weight_OI), jnp.asarray(x_IR)), exact, rtol=1e-6, atol=0)
 
 
 def test_columns_of_bytes_are_rounded_block_by_block(compiled):
   x_IR = columns(3000, 2).at[7].set(1e6)  # would round all others to 0
-  found = cpu.multiply(weights('int8', 5, 3000).at[:, 7].set(0), x_IR)
+  found = multiply(weights('int8', 5, 3000).at[:, 7].set(0), x_IR)
   exact = np.asarray(weights('int8', 5, 3000).at[:, :1024].set(0), np.float64) @ np.asarray(x_IR, np.float64)
-  near = cpu.multiply(weights('int8', 5, 3000).at[:, :1024].set(0), x_IR)
+  near = multiply(weights('int8', 5, 3000).at[:, :1024].set(0), x_IR)
   assert np.isfinite(found).all()
   np.testing.assert_allclose(near, exact, rtol=0, atol=5e-5 * np.abs(exact).max())
 
@@ -147,7 +162,7 @@ def test_forms_for_other_machines(folder, tmp_path, monkeypatch, needed, machine
 @pytest.mark.parametrize('kind', ['float32', 'int8'])
 def test_what_is_no_number_stays_in_its_column(compiled, kind, value):
   x_IR = columns(64, 3).at[5, 1].set(value)
-  found = cpu.multiply(weights(kind, 40, 64), x_IR)
+  found = multiply(weights(kind, 40, 64), x_IR)
   assert np.isfinite(found).all(axis=0).tolist() == [True, False, True]
   assert not np.isfinite(found[:, 1]).any()
 
@@ -157,7 +172,7 @@ def calls(function, *arrays, operation='matmul') -> bool:
 
 
 def test_what_they_serve(compiled):
-  w, b = weights('float32', 24, 64), weights('int8', 24, 64)
+  w, b, scale = weights('float32', 24, 64), weights('int8', 24, 64), jnp.ones(24)
   x, many = columns(64, 16), columns(64, 17)
   half = x.astype(jnp.bfloat16)
   assert calls(matmul.matmul, w, x)
@@ -165,8 +180,8 @@ def test_what_they_serve(compiled):
   assert not calls(matmul.matmul, w, many)
   assert not calls(matmul.matmul_float32, w, many)
   assert not calls(matmul.matmul, w.astype(jnp.bfloat16), half)
-  assert calls(int8.multiply, b, half)
-  assert calls(int8.multiply, b, many)
+  assert calls(int8.multiply, b, scale, half)
+  assert calls(int8.multiply, b, scale, many)
   with jax.set_mesh(make_mesh(jax.devices()[:1])):
     assert calls(matmul.matmul, w, x)
   attends = functools.partial(calls, attention.attend, operation='attention')
@@ -174,6 +189,10 @@ def test_what_they_serve(compiled):
   assert attends(given)
   assert not attends(given._replace(keys=given.keys.astype(jnp.bfloat16), queries=given.queries.astype(jnp.bfloat16)))
   assert not attends(attended(8, 4, num_queries=65))
+  normalises = functools.partial(calls, functools.partial(norm.normalise, eps=1e-5), operation='norm')
+  assert normalises(columns(64, 64), jnp.ones(64))
+  assert not normalises(columns(64, 65), jnp.ones(64))
+  assert not normalises(half, jnp.ones(64, jnp.bfloat16))
 
 
 def test_a_mesh_gathers_no_weights(compiled):
@@ -190,6 +209,16 @@ def test_gradients(compiled):
 
   for found, expected in zip(gradients(cpu.multiply), gradients(matmul.reference), strict=True):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_of_norms(compiled):
+  given = columns(64, 4), columns(64, 1)[:, 0]
+
+  def gradients(form):
+    return jax.jit(jax.grad(lambda x, scale: (form(x, scale, eps=0.1) ** 3).sum(), argnums=(0, 1)))(*given)
+
+  for found, expected in zip(gradients(norm.normalise), gradients(norm.reference), strict=True):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 # Attention.
@@ -244,6 +273,50 @@ def test_gradients_of_attention(compiled):
 
 
 # Decoding.
+
+FAMILIES = {
+  'llama': {},
+  'rounded': {},
+  'qwen': {'qk_norm': True, 'qkv_bias': True},
+  'windows, sinks': {'window': 50, 'has_sinks': True},
+  'norms of results': {'qk_norm': True, 'joint_qk_norm': True, 'has_output_norms': True},
+}
+WIDE = dataclasses.replace(tiny.TARGET, width=96, head_dim=24, ffn_width=160)
+TREE = [-1, 0, 0, 1, 2, 1, 4, 6, 3, 7, 9, 9, 10]  # parents
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('length', [0, 120])  # short of a block of entries, and of a part of them
+def test_a_node_gets_the_bits_of_plain_decoding(compiled, family, length):
+  target = tiny.target(dataclasses.replace(WIDE, **FAMILIES[family]))
+  target = rounded.rounded_target(target) if family == 'rounded' else target
+  network, params, rng = target.network, target.params, np.random.default_rng(length)
+  text = rng.integers(0, WIDE.vocab_size, 17)
+  entries = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), network.init_cache(1, 150)._asdict())
+  cache = KVCache(**entries | {'length': jnp.asarray([length], jnp.int32)})
+
+  @jax.jit
+  def read(token_T, mask_TT, cache):
+    position_BT = cache.length[:, None] + mask_TT.sum(axis=1)[None] - 1
+    taps, entries = network.forward(params, token_T[None], position_BT, mask_TT[None], cache)
+    return network.logits(params, taps)[:, 0], entries
+
+  plain, after = [], cache
+  for token in text:
+    logits_VT, new = read(token[None], np.ones((1, 1), bool), after)
+    plain.append(logits_VT[:, 0])
+    after = kv_cache.append(after, new, jnp.asarray([1]))
+  for count in (2, 3, 4, 8, 16):
+    logits_VT, _ = read(text[:count], np.tri(count, dtype=bool), cache)
+    np.testing.assert_array_equal(logits_VT.T, plain[:count])
+  node, path = len(TREE) - 1, []
+  while node >= 0:
+    path, node = [node, *path], TREE[node]
+  token_T = rng.integers(0, WIDE.vocab_size, len(TREE))
+  token_T[path] = text[: len(path)]
+  logits_VT, _ = read(token_T, ancestor_mask(jnp.asarray(TREE), max_depth=len(path)), cache)
+  np.testing.assert_array_equal(logits_VT[:, path].T, plain[: len(path)])
 
 
 @pytest.mark.parametrize('make', [tiny.target, lambda: rounded.rounded_target(tiny.target())], ids=['floats', 'int8'])
@@ -329,6 +402,7 @@ def test_a_compiler_that_writes_no_library(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize(('right', 'wrong', 'what'), [
   ('A::Add(', 'if (kColumns != 3) A::Add(', 'multiplies float32 by 3 columns'),
   ('sum == 0 ? 0 :', 'sum == 0 || a.width > 40 ? 0 :', 'attends'),
+  ('of_column / width', 'of_column / columns', 'normalises'),
 ])  # fmt: skip
 def test_kernels_that_compute_wrongly(folder, tmp_path, monkeypatch, caplog, right, wrong, what):
   text = [path.read_text(encoding='utf-8') for path in cpu.SOURCES]

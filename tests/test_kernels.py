@@ -22,6 +22,7 @@ from eagle_jax.kernels import (
   int8,
   layout,
   matmul,
+  norm,
   ordering,
   random,
   scan,
@@ -60,8 +61,16 @@ def product(shape: tuple[int, ...], num_columns: int, forms: set[str]) -> Case:
 
 
 def bytes_times_floats(*, num_parts: int, num_columns: int) -> Case:
-  arrays = jnp.round(40 * normal(2, 6, 64)).astype(jnp.int8), normal(64, num_columns, seed=1)
+  value_OI, scale_O = jnp.round(40 * normal(2, 6, 64)).astype(jnp.int8), normal(2, 6)
+  arrays = value_OI, scale_O, normal(64, num_columns, seed=1)
   return Case(functools.partial(int8.multiply, num_parts=num_parts), int8.reference, arrays, {'cpu'}, 0.02)
+
+
+def normalised(shape: tuple[int, ...], forms: set[str], *, kernels: str = 'xla', dtype: Any = jnp.float32) -> Case:
+  run, reference = (functools.partial(form, eps=0.1) for form in (norm.normalise, norm.reference))
+  return Case(
+    run, reference, (normal(*shape, dtype=dtype), normal(shape[-2], seed=1, dtype=dtype)), forms, 1e-6, kernels
+  )
 
 
 def largest(size: int, count: int, forms: set[str]) -> Case:
@@ -150,6 +159,11 @@ CASES = {
   'matmul, compiled, a column': product((300, 256), 1, {'cpu'})._replace(kernels='compiled'),
   'matmul, compiled, columns': product((4, 61, 250), 16, {'cpu', 'gpu'})._replace(kernels='compiled'),
   'matmul, compiled, many columns': product((4, 64, 256), 17, {'gpu'})._replace(kernels='compiled'),
+  'norm': normalised((40, 3), set()),
+  'norm, compiled, a column': normalised((3, 40, 1), {'cpu'}, kernels='compiled'),
+  'norm, compiled, columns': normalised((37, 64), {'cpu'}, kernels='compiled'),
+  'norm, compiled, many columns': normalised((40, 65), set(), kernels='compiled'),
+  'norm, compiled, bfloat16': normalised((40, 3), set(), kernels='compiled', dtype=jnp.bfloat16),
   'int8, compiled': bytes_times_floats(num_parts=2, num_columns=20)._replace(kernels='compiled', error=5e-5),
   'attention, no slots': attended({'gpu'}, num_slots=0, lengths=(0, 0)),
   'attention': attended({'gpu'}, num_slots=9, lengths=(0, 7)),

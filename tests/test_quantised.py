@@ -45,16 +45,17 @@ def test_both_products_are_those_of_the_matrix(rows, num_columns):
   matrix = round_to_int8(jnp.asarray(normal(*rows, 64)))
   x_IR = jnp.asarray(normal(64, num_columns, seed=1))
   exact = np.tensordot(np.asarray(matrix.value, np.float32), x_IR, axes=1)
-  np.testing.assert_allclose(multiply(matrix.value, x_IR), exact, rtol=1e-4, atol=1e-3)
-  found = multiply_bytes(matrix.value, x_IR, num_parts=1)
+  exact *= np.asarray(matrix.scale)[..., None]
+  np.testing.assert_allclose(multiply(matrix.value, matrix.scale, x_IR), exact, rtol=1e-4, atol=1e-5)
+  found = multiply_bytes(matrix.value, matrix.scale, x_IR, num_parts=1)
   assert found.shape == (*rows, num_columns)
   assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
-  np.testing.assert_allclose(matrix.times(x_IR), found * matrix.scale[..., None], rtol=1e-6)
+  np.testing.assert_allclose(matrix.times(x_IR), found, rtol=1e-6)
 
 
 def test_columns_of_zeros_and_of_nan_stay_what_they_are():
   x_IR = jnp.asarray(np.stack([np.zeros(8), np.full(8, np.nan), np.ones(8)], axis=1), jnp.float32)
-  zero, nan, one = multiply_bytes(jnp.ones((4, 8), jnp.int8), x_IR, num_parts=1).T
+  zero, nan, one = multiply_bytes(jnp.ones((4, 8), jnp.int8), jnp.ones(4), x_IR, num_parts=1).T
   assert (zero == 0).all()
   assert np.isnan(nan).all()
   np.testing.assert_allclose(one, 8, rtol=1e-6)
@@ -65,9 +66,10 @@ def test_what_stands_beside_larger_numbers_counts(num_parts, error):
   """An embedding beside a feature that is a hundred times larger, with weights that are as much smaller."""
   weight_OI = jnp.asarray(np.concatenate([normal(16, 32), 1e-2 * normal(16, 32, seed=1)], axis=1))
   x_IR = jnp.asarray(np.concatenate([normal(32, 3, seed=2), 100 * normal(32, 3, seed=3)]))
-  value_OI = round_to_int8(weight_OI).value.at[:, 32:].set(0)  # what the embedding gives, alone
-  exact = multiply(value_OI, x_IR)
-  found = multiply_bytes(value_OI, x_IR, num_parts=num_parts)
+  matrix = round_to_int8(weight_OI)
+  alone = matrix.value.at[:, 32:].set(0), matrix.scale  # what the embedding gives
+  exact = multiply(*alone, x_IR)
+  found = multiply_bytes(*alone, x_IR, num_parts=num_parts)
   assert error[0] <= float(jnp.abs(found - exact).max() / jnp.abs(exact).max()) < error[1]
 
 

@@ -2,6 +2,7 @@
 
 #include "cpu_attention.h"
 #include "cpu_matmul.h"
+#include "cpu_norm.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
@@ -9,7 +10,9 @@ namespace {
 using FloatBuffer = ffi::Buffer<ffi::F32>;
 using IntBuffer = ffi::Buffer<ffi::S32>;
 
-ffi::Error HandleMatmul(ffi::ThreadPool pool, ffi::AnyBuffer weight, FloatBuffer x, ffi::ResultBuffer<ffi::F32> y) {
+// `scale` holds a factor for each output, or nothing.
+ffi::Error HandleMatmul(ffi::ThreadPool pool, ffi::AnyBuffer weight, FloatBuffer scale, FloatBuffer x,
+                        ffi::ResultBuffer<ffi::F32> y) {
   const auto shape = x.dimensions();
   if (shape.size() != 2 || shape[0] < 1 || weight.dimensions().size() < 2 || weight.dimensions().back() != shape[0]) {
     return ffi::Error::InvalidArgument("needed are weights [..., in] and columns [in, columns]");
@@ -19,7 +22,10 @@ ffi::Error HandleMatmul(ffi::ThreadPool pool, ffi::AnyBuffer weight, FloatBuffer
                         : weight.element_type() == ffi::S8 ? MultiplyAll<int8_t>
                                                            : nullptr;
   if (multiply == nullptr) return ffi::Error::InvalidArgument("weights are float32 or int8");
-  multiply(pool, weight.untyped_data(), rows, width, x.typed_data(), shape[1], y->typed_data());
+  const bool is_scaled = scale.element_count() > 0;
+  if (is_scaled && scale.element_count() != rows) return ffi::Error::InvalidArgument("needed is a scale for each output");
+  multiply(pool, weight.untyped_data(), is_scaled ? scale.typed_data() : nullptr, rows, width, x.typed_data(), shape[1],
+           y->typed_data());
   return ffi::Error::Success();
 }
 
@@ -47,12 +53,33 @@ ffi::Error HandleAttention(ffi::ThreadPool pool, FloatBuffer query, FloatBuffer 
   return ffi::Error::Success();
 }
 
+ffi::Error HandleNorm(FloatBuffer x, FloatBuffer scale, FloatBuffer eps, ffi::ResultBuffer<ffi::F32> y) {
+  const auto shape = x.dimensions();
+  const size_t width = scale.element_count();
+  if (shape.size() < 2 || shape[shape.size() - 2] != static_cast<int64_t>(width) || eps.element_count() != 1) {
+    return ffi::Error::InvalidArgument("needed are columns [..., width, columns], scales [width] and a number");
+  }
+  const size_t size = width * shape.back();
+  for (size_t at = 0; at < x.element_count(); at += size) {
+    Norm(x.typed_data() + at, scale.typed_data(), width, shape.back(), *eps.typed_data(), y->typed_data() + at);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eagle_norm, HandleNorm,
+                              ffi::Ffi::Bind()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Ret<FloatBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eagle_matmul, HandleMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Ret<FloatBuffer>());
 

@@ -1,4 +1,4 @@
-"""Products and attention by kernels that the system's C++ compiler makes for the CPU at hand, from `cpu.cc`.
+"""Products, attention and norms by kernels that the system's C++ compiler makes for the CPU at hand, from `cpu.cc`.
 
 XLA:CPU makes a product of a few columns in tiles, and has none of bytes and floats. Its attention reads every slot of
 the cache, and slowly. These kernels read each weight and each committed entry once, as they are stored, and are called
@@ -30,11 +30,12 @@ from eagle_jax.device import cpu_features, precision
 from eagle_jax.files import cache_folder, make_private, replacing
 from eagle_jax.sharding import num_devices
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ('cpu.cc', 'cpu_attention.h', 'cpu_matmul.h'))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ('cpu.cc', 'cpu_attention.h', 'cpu_matmul.h', 'cpu_norm.h'))
 VARIABLE = 'EAGLE_JAX_KERNELS'
 CHOICES = 'compiled', 'xla'
 COMPILERS = 'g++', 'clang++'
 FLAGS = '-std=c++17', '-O3', '-march=native', '-ffp-contract=fast', '-shared', '-fPIC'
+OPERATIONS = 'matmul', 'attention', 'norm'
 MAX_COLUMNS = 16  # that float32's kernels are faster for
 _MAX_SECONDS = 120.0  # for the compiler, which takes five on an idle machine
 _MAX_LINES = 20  # of what it says
@@ -56,39 +57,41 @@ def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
   return (is_few or weight_OI.dtype == jnp.int8) and is_usable()
 
 
-def multiply(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
-  """Return W x, [..., R] f32. How many columns stand together changes no bit of any.
-
-  Args:
-    weight_OI: [..., I], float32 or int8. With int8 each 1,024 inputs of a column are rounded to 16 bits, in a unit of
-      their own.
-    x_IR: of any float dtype.
-  """
-  return _call(weight_OI, x_IR) if weight_OI.dtype == jnp.int8 else _multiply_floats(weight_OI, x_IR)
-
-
 @jax.custom_jvp
-def _multiply_floats(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
-  return _call(weight_OI, x_IR)
+def multiply(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """Return W x, [..., R] f32, of floats. How many columns stand together changes no bit of any."""
+  return _multiply(weight_OI, jnp.empty(0), x_IR)
 
 
-@_multiply_floats.defjvp
+@multiply.defjvp
 def _differentiate(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
   product = functools.partial(jnp.tensordot, axes=1, precision=precision(jnp.float32))
   (weight_OI, x_IR), (d_weight_OI, d_x_IR) = primals, tangents
-  return _multiply_floats(weight_OI, x_IR), product(d_weight_OI, x_IR) + product(weight_OI, d_x_IR)
+  return multiply(weight_OI, x_IR), product(d_weight_OI, x_IR) + product(weight_OI, d_x_IR)
 
 
-def _call(weight_OI: jax.Array, x_IR: jax.Array, digest: str | None = None) -> jax.Array:
+def multiply_bytes(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """Return the product with a matrix in 8 bits, [..., R] f32. How many columns stand together changes no bit of any.
+
+  Args:
+    value_OI: [..., I] i8.
+    scale_O: [...] f32, a factor for each output. It is multiplied in here: of a product and the sum that follows, XLA
+      makes one operation or two, by the number of columns.
+    x_IR: of any float dtype. Each 1,024 inputs of a column are rounded to 16 bits, in a unit of their own.
+  """
+  return _multiply(value_OI, scale_O, x_IR)
+
+
+def _multiply(weight_OI: Any, scale_O: Any, x_IR: jax.Array, digest: str | None = None) -> jax.Array:
   shape = *weight_OI.shape[:-1], x_IR.shape[1]
-  return call('matmul', shape, weight_OI, x_IR.astype(jnp.float32), digest=digest)
+  return call('matmul', shape, weight_OI, scale_O, x_IR.astype(jnp.float32), digest=digest)
 
 
 def call(operation: str, shape: tuple[int, ...], *arrays: Any, digest: str | None = None) -> jax.Array:
   """Call a kernel, whose result is of float32, in the program that is being traced.
 
   Args:
-    operation: 'matmul' or 'attention'.
+    operation: 'matmul', 'attention' or 'norm'.
     shape: of the result.
     arrays: as `cpu.cc` takes them.
     digest: of the library; default the one in use.
@@ -175,14 +178,15 @@ def _register(digest: str, path: Path) -> None:
   import ctypes  # here, for most processes need no library
 
   found = ctypes.CDLL(str(path))
-  for operation, kernel in (('matmul', found.eagle_matmul), ('attention', found.eagle_attention)):
-    jax.ffi.register_ffi_target(f'eagle_{operation}_{digest}', jax.ffi.pycapsule(kernel), platform='cpu')
+  for operation in OPERATIONS:
+    kernel = jax.ffi.pycapsule(getattr(found, f'eagle_{operation}'))
+    jax.ffi.register_ffi_target(f'eagle_{operation}_{digest}', kernel, platform='cpu')
 
 
 def _check(digest: str, path: Path) -> None:
-  """Compare what the kernels compute with NumPy; RuntimeError if a product or attention is wrong."""
+  """Compare what the kernels compute with NumPy; RuntimeError if an operation is wrong."""
   with jax.ensure_compile_time_eval():  # not a part of the program that is being traced
-    for what in (*_wrong_products(digest), *_wrong_attention(digest)):
+    for what in (*_wrong_products(digest), *_wrong_attention(digest), *_wrong_norms(digest)):
       raise RuntimeError(f'{path} {what} wrongly; delete it, or report this')
 
 
@@ -194,14 +198,16 @@ def _wrong_products(digest: str) -> Iterator[str]:
   """Say which products differ from NumPy's, or depend on the number of columns."""
   rng = np.random.default_rng(0)
   shape = 50, 2_123  # more than two of the blocks that share a unit, and no whole number of vectors
-  weights = rng.standard_normal(shape, np.float32), rng.integers(-127, 128, shape, np.int8)
+  scale_O = rng.standard_normal(shape[0], np.float32)
+  weights = (rng.standard_normal(shape, np.float32), scale_O[:0]), (rng.integers(-127, 128, shape, np.int8), scale_O)
   x_IR, counts = rng.standard_normal((shape[1], 70), np.float32), (1, 2, 3, 4, 8, 11, 70)
 
   def products(weights: Any, x_IR: jax.Array) -> Any:
-    return [[_call(weight_OI, x_IR[:, :count], digest) for count in counts] for weight_OI in weights]
+    return [[_multiply(*weight, x_IR[:, :count], digest) for count in counts] for weight in weights]
 
-  for weight_OI, by_count in zip(weights, _run(products, weights, x_IR), strict=True):
+  for (weight_OI, factor_O), by_count in zip(weights, _run(products, weights, x_IR), strict=True):
     exact_OR = weight_OI.astype(np.float64) @ x_IR
+    exact_OR *= factor_O[:, None] if factor_O.size else 1
     for count, y_OR in zip(counts, by_count, strict=True):
       is_near = np.abs(y_OR - exact_OR[:, :count]).max() < 1e-4 * np.abs(exact_OR).max()
       if not is_near or (y_OR != by_count[-1][:, :count]).any():
@@ -228,3 +234,24 @@ def _wrong_attention(digest: str) -> Iterator[str]:
   exact = np.einsum('bgjtn,bgnk->bgjtk', weight_BGJTN / total_BGJT1, values_BGNK)
   if not np.abs(found - exact).max() < 1e-5:
     yield 'attends'
+
+
+def _wrong_norms(digest: str) -> Iterator[str]:
+  """Say so if norms differ from NumPy's, or depend on the number of columns."""
+  rng = np.random.default_rng(0)
+  x_HDR, scale_D, eps, counts = (
+    rng.standard_normal((2, 37, 64), np.float32),
+    np.arange(37, dtype=np.float32),
+    0.25,
+    (1, 3, 8),
+  )
+
+  def norms(x_HDR: jax.Array, scale_D: jax.Array) -> Any:
+    shapes = [x_HDR[..., :count] for count in (*counts, 64)]
+    return [call('norm', x.shape, x, scale_D, jnp.float32(eps), digest=digest) for x in shapes]
+
+  *by_count, whole = _run(norms, x_HDR, scale_D)
+  exact = x_HDR / np.sqrt(np.square(x_HDR, dtype=np.float64).mean(axis=1, keepdims=True) + eps) * scale_D[:, None]
+  is_near = np.abs(whole - exact).max() < 1e-4
+  if not is_near or any((y != whole[..., :count]).any() for count, y in zip(counts, by_count, strict=True)):
+    yield 'normalises'

@@ -3,6 +3,9 @@
 // Threads share the entries in parts. Of each part a query has a row: its largest score, the sum of its weights relative
 // to that, and the sum of the values that they weigh (FlashAttention, arXiv:2205.14135). At the end the rows of all parts
 // are added. No slot past a sequence's length is read.
+//
+// What is added to what depends on the entries' positions in the text alone: on neither how many of them are committed,
+// nor what else is new. So a node of a tree gets the very bits that plain decoding would give it.
 
 #ifndef EAGLE_CPU_ATTENTION_H_
 #define EAGLE_CPU_ATTENTION_H_
@@ -14,9 +17,8 @@
 
 namespace {
 
-constexpr size_t kEntries = 64;   // scored at a time: their keys and values stay in the nearest cache
-constexpr size_t kMinPart = 128;  // slots
-constexpr size_t kMaxParts = 16;  // of the slots of a sequence
+constexpr size_t kEntries = 64;  // positions scored at a time: their keys and values stay in the nearest cache
+constexpr size_t kPart = 128;    // positions
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of an entry that a query does not see
 
 struct Attention {
@@ -79,11 +81,11 @@ inline void AddAllValues(const float* weight, const float* value, size_t count, 
   }
 }
 
-// Adds entries to a query's row. Their scores, in whole vectors, become weights.
-inline void AddEntries(const Attention& a, Floats* score, const float* value, size_t count, Floats* row) {
-  const size_t vectors = (count + kLanes - 1) / kLanes;
-  Floats largest = Floats{} + Best(row);
-  for (size_t v = 0; v < vectors; ++v) largest = score[v] > largest ? score[v] : largest;
+// Turns the scores of kEntries positions into weights, relative to the largest of a query's row, and adds them to it.
+inline void Weigh(const Attention& a, Floats* score, Floats* row) {
+  constexpr size_t kVectors = kEntries / kLanes;
+  Floats largest = score[0];
+  for (size_t v = 1; v < kVectors; ++v) largest = score[v] > largest ? score[v] : largest;
   float best = Best(row);
   for (int lane = 0; lane < kLanes; ++lane) best = std::max(best, largest[lane]);
   if (best > Best(row)) {
@@ -92,59 +94,99 @@ inline void AddEntries(const Attention& a, Floats* score, const float* value, si
     for (size_t v = 1; v < a.row(); ++v) row[v] *= factor;
   }
   Floats sum{};
-  for (size_t v = 0; v < vectors; ++v) sum += score[v] = Exp(score[v] - best);
+  for (size_t v = 0; v < kVectors; ++v) sum += score[v] = Exp(score[v] - best);
   Sum(row) += AddUp(sum);
-  AddAllValues(reinterpret_cast<const float*>(score), value, count, a.width, row + 1);
 }
 
-// Adds entries to the rows of all queries of a key-value head. `hide(query, first, count, score)` hides some of them.
-template <typename Hide>
-void AddToAll(const Attention& a, const Floats* query, const float* key, const float* value, size_t count,
-              const Hide& hide, Floats* rows) {
-  thread_local std::vector<Floats> scores;
+// Scores keys for all queries of a key-value head: of query q and key i at score[q * stride + i].
+inline void Score(const Attention& a, const Floats* query, const float* key, size_t count, float* score, size_t stride) {
   thread_local std::vector<float> unit;
-  constexpr size_t kVectors = kEntries / kLanes;
-  scores.resize(a.queries() * kVectors);
   unit.assign(a.queries(), 1 / std::sqrt(static_cast<float>(a.width)));
+  Product<float> p{};
+  p.weight = key, p.rows = count, p.width = a.width;
+  p.x = reinterpret_cast<const float*>(query), p.x_stride = a.vectors() * kLanes;
+  p.unit = unit.data(), p.block = a.width, p.blocks = 1, p.columns = a.queries();
+  p.y = score, p.y_stride = 1, p.y_step = stride;
+  MultiplyChunk(p, 0, count);
+}
+
+// What a thread works on for one sequence and key-value head.
+struct Head {
+  const Floats* query;  // [queries, vectors], zeros beyond the width
+  const float *key, *value, *new_key, *new_value;
+  const bool* mask;
+  const int32_t* oldest;
+  size_t length;
+  Floats* rows;  // [parts, queries, row]
+};
+
+// Scores the slots of the kEntries positions from `first` on, hides what is not seen, and returns how many they are.
+inline size_t ScoreSlots(const Attention& a, const Head& h, size_t first, float* score) {
+  const size_t count = std::clamp<int64_t>(static_cast<int64_t>(h.length) - first, 0, kEntries);
+  Score(a, h.query, h.key + first * a.width, count, score, kEntries);
+  for (size_t q = 0; q < a.queries(); ++q) {
+    const int64_t hidden = h.oldest[q % a.tokens] - static_cast<int64_t>(first);
+    std::fill_n(score + q * kEntries, std::clamp<int64_t>(hidden, 0, count), kHidden);
+    std::fill(score + q * kEntries + count, score + (q + 1) * kEntries, kHidden);
+  }
+  return count;
+}
+
+// Adds the slots of a part that holds nothing else.
+inline void AddSlots(const Attention& a, const Head& h, size_t part) {
+  thread_local std::vector<Floats> scores;
+  scores.resize(a.queries() * kEntries / kLanes);
   float* score = reinterpret_cast<float*>(scores.data());
-  for (size_t first = 0; first < count; first += kEntries) {
-    const size_t some = std::min(kEntries, count - first);
-    Product<float> p{};
-    p.weight = key + first * a.width, p.rows = some, p.width = a.width;
-    p.x = reinterpret_cast<const float*>(query), p.x_stride = a.vectors() * kLanes;
-    p.unit = unit.data(), p.block = a.width, p.blocks = 1, p.columns = a.queries();
-    p.y = score, p.y_stride = 1, p.y_step = kEntries;
-    MultiplyChunk(p, 0, some);
+  const int64_t seen = std::max(0, *std::min_element(h.oldest, h.oldest + a.tokens));
+  for (size_t first = std::max<size_t>(part * kPart, seen / kEntries * kEntries); first < (part + 1) * kPart;
+       first += kEntries) {
+    ScoreSlots(a, h, first, score);
     for (size_t q = 0; q < a.queries(); ++q) {
-      hide(q, first, some, score + q * kEntries);
-      std::fill(score + q * kEntries + some, score + (q + 1) * kEntries, kHidden);
-      AddEntries(a, &scores[q * kVectors], value + first * a.width, some, rows + q * a.row());
+      Floats* row = h.rows + (part * a.queries() + q) * a.row();
+      Weigh(a, &scores[q * kEntries / kLanes], row);
+      AddAllValues(score + q * kEntries, h.value + first * a.width, kEntries, a.width, row + 1);
     }
   }
 }
 
-// Adds the slots from `begin` to `end` of a sequence and key-value head.
-inline void AddSlots(const Attention& a, size_t b, size_t g, const Floats* query, size_t begin, size_t end,
-                     Floats* rows) {
-  const int32_t* oldest = a.oldest + b * a.tokens;
-  const int32_t first_seen = *std::min_element(oldest, oldest + a.tokens);
-  begin = std::max<int64_t>(begin, first_seen);
-  if (begin >= end) return;
-  const auto hide = [&](size_t q, size_t first, size_t count, float* score) {
-    const int64_t hidden = oldest[q % a.tokens] - static_cast<int64_t>(begin + first);
-    std::fill_n(score, std::clamp<int64_t>(hidden, 0, count), kHidden);
-  };
-  const size_t at = ((b * a.kv_heads + g) * a.slots + begin) * a.width;
-  AddToAll(a, query, a.key + at, a.value + at, end - begin, hide, rows);
-}
-
-inline void AddNew(const Attention& a, size_t b, size_t g, const Floats* query, Floats* rows) {
-  const auto hide = [&](size_t q, size_t first, size_t count, float* score) {
-    const bool* sees = a.mask + (b * a.tokens + q % a.tokens) * a.entries + first;
-    for (size_t i = 0; i < count; ++i) score[i] = sees[i] ? score[i] : kHidden;
-  };
-  const size_t at = (b * a.kv_heads + g) * a.entries * a.width;
-  AddToAll(a, query, a.new_key + at, a.new_value + at, a.entries, hide, rows);
+// Adds the last slots, which do not fill a part, and the new entries. Those that a query sees follow the slots, or the
+// oldest position that it sees, one a position.
+inline void AddLast(const Attention& a, const Head& h) {
+  thread_local std::vector<Floats> scores;
+  thread_local std::vector<float> new_scores;
+  thread_local std::vector<size_t> seen, begin;  // of token t: seen[begin[t]] to seen[begin[t + 1] - 1]
+  scores.resize(a.queries() * kEntries / kLanes);
+  new_scores.resize(a.queries() * a.entries);
+  float* score = reinterpret_cast<float*>(scores.data());
+  Score(a, h.query, h.new_key, a.entries, new_scores.data(), a.entries);
+  seen.clear(), begin.assign(1, 0);
+  size_t end = h.length;
+  const auto start = [&](size_t t) { return std::max<size_t>(h.length, std::max(0, h.oldest[t])); };
+  for (size_t t = 0; t < a.tokens; ++t) {
+    for (size_t m = 0; m < a.entries; ++m) {
+      if (h.mask[t * a.entries + m]) seen.push_back(m);
+    }
+    end = std::max(end, start(t) + seen.size() - begin.back());
+    begin.push_back(seen.size());
+  }
+  for (size_t first = h.length / kPart * kPart; first < end; first += kEntries) {
+    const size_t count = ScoreSlots(a, h, first, score);
+    for (size_t q = 0; q < a.queries(); ++q) {
+      const size_t t = q % a.tokens, before = start(t);
+      float* own = score + q * kEntries;
+      Floats* row = h.rows + (first / kPart * a.queries() + q) * a.row();
+      const auto for_new = [&](const auto& function) {
+        for (size_t i = begin[t]; i < begin[t + 1]; ++i) {
+          const size_t position = before + i - begin[t];
+          if (position >= first && position < first + kEntries) function(position - first, seen[i]);
+        }
+      };
+      for_new([&](size_t lane, size_t m) { own[lane] = new_scores[q * a.entries + m]; });
+      Weigh(a, &scores[q * kEntries / kLanes], row);
+      AddAllValues(own, h.value + first * a.width, count, a.width, row + 1);
+      for_new([&](size_t lane, size_t m) { AddAllValues(own + lane, h.new_value + m * a.width, 1, a.width, row + 1); });
+    }
+  }
 }
 
 // Adds up a query's rows, one a part, and writes what it attends to; zeros for a query that sees nothing.
@@ -166,11 +208,13 @@ inline void Combine(const Attention& a, Floats* row, size_t parts, size_t stride
 inline void Attend(ffi::ThreadPool pool, const Attention& a) {
   const size_t pairs = a.batch * a.kv_heads, queries = a.queries(), vectors = a.vectors();
   const auto length = [&](size_t b) { return std::clamp<int64_t>(a.length[b], 0, a.slots); };
-  size_t longest = 0;
-  for (size_t b = 0; b < a.batch; ++b) longest = std::max<size_t>(longest, length(b));
-  const size_t least = std::max(kMinPart, (longest + kMaxParts - 1) / kMaxParts);
-  const size_t size = (least + kEntries - 1) / kEntries * kEntries;
-  const size_t parts = (longest + size - 1) / size + 1;  // the last one holds the new entries
+  size_t longest = 0, furthest = 0;  // of all sequences: slots, and the position behind the new entries
+  for (size_t b = 0; b < a.batch; ++b) {
+    longest = std::max<size_t>(longest, length(b));
+    const int32_t oldest = *std::max_element(a.oldest + b * a.tokens, a.oldest + (b + 1) * a.tokens);
+    furthest = std::max<size_t>({furthest, longest + a.entries, std::max(0, oldest) + a.entries});
+  }
+  const size_t parts = furthest / kPart + 1, tasks = longest / kPart + 1;  // of a pair
 
   thread_local std::vector<Floats> query, rows;  // aligned as vectors are
   query.assign(pairs * queries * vectors, Floats{});
@@ -180,14 +224,20 @@ inline void Attend(ffi::ThreadPool pool, const Attention& a) {
 
   Floats *const first_row = rows.data(), *const first_query = query.data();  // this thread's, for all
   const size_t stride = queries * a.row();
-  InParallel(pool, pairs * parts, [&](size_t i) {
-    const size_t pair = i / parts, part = i % parts, b = pair / a.kv_heads, g = pair % a.kv_heads;
-    const Floats* own = first_query + pair * queries * vectors;
-    if (part + 1 < parts) {
-      AddSlots(a, b, g, own, part * size, std::min<size_t>((part + 1) * size, length(b)), first_row + i * stride);
-    } else {
-      AddNew(a, b, g, own, first_row + i * stride);
-    }
+  InParallel(pool, pairs * tasks, [&](size_t i) {
+    const size_t pair = i / tasks, part = i % tasks, b = pair / a.kv_heads;
+    const size_t slot = pair * a.slots * a.width, entry = pair * a.entries * a.width;
+    const Head h{first_query + pair * queries * vectors,
+                 a.key + slot,
+                 a.value + slot,
+                 a.new_key + entry,
+                 a.new_value + entry,
+                 a.mask + b * a.tokens * a.entries,
+                 a.oldest + b * a.tokens,
+                 static_cast<size_t>(length(b)),
+                 first_row + pair * parts * stride};
+    if (part < h.length / kPart) AddSlots(a, h, part);
+    if (part == h.length / kPart) AddLast(a, h);
   });
   for (size_t q = 0; q < pairs * queries; ++q) {
     const size_t pair = q / queries, head = q % queries / a.tokens;

@@ -152,6 +152,7 @@ inline float AddUp(const Floats& parts) {
 template <typename Weight>
 struct Product {
   const Weight* weight;  // [rows, width]
+  const float* scale;    // [rows], factors of the results; null for 1
   size_t rows, width;
   const typename Arithmetic<Weight>::Input* x;  // [columns, x_stride], zeros beyond the width
   size_t x_stride;
@@ -193,7 +194,8 @@ void MultiplyBlock(const Product<Weight>& p, size_t row, int column) {
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kColumns; ++c) p.y[(row + r) * p.y_stride + (column + c) * p.y_step] = AddUp(total[r][c]);
+    const float scale = p.scale == nullptr ? 1 : p.scale[row + r];
+    for (int c = 0; c < kColumns; ++c) p.y[(row + r) * p.y_stride + (column + c) * p.y_step] = AddUp(total[r][c]) * scale;
   }
 }
 
@@ -309,13 +311,13 @@ void MultiplyColumns(ffi::ThreadPool pool, const int8_t* weight, Scratch& scratc
       scratch.unit[c * blocks + b] = Round(floats.x + c * floats.x_stride + begin, count, rounded + c * stride + begin);
     }
   }
-  Multiply(pool, Product<int8_t>{weight, floats.rows, floats.width, rounded, stride, scratch.unit.data(), kBlock, blocks,
-                                 floats.columns, floats.y, floats.y_stride, floats.y_step});
+  Multiply(pool, Product<int8_t>{weight, floats.scale, floats.rows, floats.width, rounded, stride, scratch.unit.data(),
+                                 kBlock, blocks, floats.columns, floats.y, floats.y_stride, floats.y_step});
 }
 
 template <typename Weight>
-void MultiplyAll(ffi::ThreadPool pool, const void* weight, size_t rows, size_t width, const float* x, int columns,
-                 float* y) {
+void MultiplyAll(ffi::ThreadPool pool, const void* weight, const float* scale, size_t rows, size_t width, const float* x,
+                 int columns, float* y) {
   thread_local Scratch scratch;
   const size_t vectors = (width + kLanes - 1) / kLanes, stride = vectors * kLanes;
   for (int first = 0; first < columns; first += kMaxColumns) {
@@ -326,7 +328,7 @@ void MultiplyAll(ffi::ThreadPool pool, const void* weight, size_t rows, size_t w
       for (int c = 0; c < count; ++c) transposed[c * stride + i] = x[i * columns + first + c];
     }
     Product<float> p{};
-    p.rows = rows, p.width = width, p.x = transposed, p.x_stride = stride, p.columns = count;
+    p.scale = scale, p.rows = rows, p.width = width, p.x = transposed, p.x_stride = stride, p.columns = count;
     p.y = y + first, p.y_stride = columns, p.y_step = 1;
     MultiplyColumns(pool, static_cast<const Weight*>(weight), scratch, p);
   }

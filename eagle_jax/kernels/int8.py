@@ -3,7 +3,7 @@
 A drafter's products may round the columns to 8 bits as well, since the text is the target's whatever is drafted. A
 target's never do: rounding would turn the 1e-7 by which passes of different shapes differ into 1e-2, and trees would
 diverge from plain decoding. The kernels of `cpu.cc` round them to 16 bits, in steps of 3e-5 of a column's largest
-number.
+number, and no pass differs from another there.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from eagle_jax.kernels.matmul import matmul
 LARGEST = 127  # of int8, to both sides
 
 
-def reference(value_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
-  """Return [..., R] f32, the product of bytes and columns. An accelerator converts the bytes as it reads them."""
-  return matmul(value_OI.astype(x_IR.dtype), x_IR, jnp.float32)
+def reference(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """Return [..., R] f32, the scaled product. An accelerator converts the bytes as it reads them."""
+  return matmul(value_OI.astype(x_IR.dtype), x_IR, jnp.float32) * scale_O[..., None]
 
 
-def multiply_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
+def multiply_bytes(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
   """Round the columns too, because XLA:CPU multiplies bytes only with bytes, and only with two columns or more.
 
   Each part of a column is rounded in a unit of its own, so it becomes a column of its own, 0 elsewhere. In one unit,
@@ -43,7 +43,8 @@ def multiply_bytes(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int) -> j
   value_NI = value_OI.reshape(-1, value_OI.shape[-1])
   product_CN = jnp.einsum('ci,ni->cn', x_CI, value_NI, preferred_element_type=jnp.int32)[:num_columns]
   product_PRN = product_CN.reshape(*unit_PR.shape, -1).astype(jnp.float32)
-  return (product_PRN * unit_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
+  product_OR = (product_PRN * unit_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
+  return product_OR * scale_O[..., None]
 
 
 def round_to_unit(x: jax.Array, unit: jax.Array) -> jax.Array:
@@ -51,17 +52,18 @@ def round_to_unit(x: jax.Array, unit: jax.Array) -> jax.Array:
   return jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
 
 
-def multiply(value_OI: jax.Array, x_IR: jax.Array, *, num_parts: int | None = None) -> jax.Array:
-  """Return [..., R] f32, the product of bytes and columns of floats.
+def multiply(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array, *, num_parts: int | None = None) -> jax.Array:
+  """Return [..., R] f32, the product of a matrix in bytes and columns of floats.
 
   Args:
     value_OI: [..., I] i8.
+    scale_O: [...] f32, what 1 stands for in each output.
     x_IR: of any float dtype.
     num_parts: the parts of a column that are rounded apart, where columns are rounded; None: they are not.
   """
   in_bytes = functools.partial(multiply_bytes, num_parts=num_parts) if num_parts else None
-  on_cpu = cpu.multiply if cpu.is_supported(value_OI, x_IR) else in_bytes
-  return dispatch(value_OI, x_IR, default=reference, cpu=on_cpu)
+  on_cpu = cpu.multiply_bytes if cpu.is_supported(value_OI, x_IR) else in_bytes
+  return dispatch(value_OI, scale_O, x_IR, default=reference, cpu=on_cpu)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['value', 'scale'], meta_fields=['dtype', 'num_parts'])
@@ -82,7 +84,7 @@ class Quantised:
 
   def times(self, x_IR: jax.Array) -> jax.Array:
     """Return [..., R] f32, the product with columns of `dtype`."""
-    return multiply(self.value, x_IR, num_parts=self.num_parts) * self.scale[..., None]
+    return multiply(self.value, self.scale, x_IR, num_parts=self.num_parts)
 
   def take(self, index_R: jax.Array) -> jax.Array:
     """Return the matrix's outputs at these indices, [R, I] of `dtype`, where outputs stand in one dimension."""

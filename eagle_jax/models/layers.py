@@ -16,6 +16,7 @@ from eagle_jax.kernels.attention import Operands, attend
 from eagle_jax.kernels.dispatch import dispatch_loop
 from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.kernels.matmul import matmul, matmul_float32
+from eagle_jax.kernels.norm import normalise
 from eagle_jax.kernels.ordering import compute_once
 from eagle_jax.sharding import constrain
 
@@ -119,12 +120,9 @@ class RMSNorm(nn.Module):
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     scale_D = held(self, 'scale', nn.initializers.constant(1 - self.offset), x_DR.shape[-2:-1], x_DR.dtype)
-    x32_DR = x_DR.astype(jnp.float32)
-    rms_R = jnp.sqrt(jnp.square(x32_DR).mean(axis=-2, keepdims=True) + self.eps)
     dtype = jnp.float32 if self.in_float32 else x_DR.dtype
     scale_D = scale_D.astype(dtype) + self.offset if self.offset else scale_D.astype(dtype)
-    scale_DR = jax.lax.broadcast_in_dim(scale_D, x_DR.shape, (x_DR.ndim - 2,))
-    return ((x32_DR / rms_R).astype(dtype) * scale_DR).astype(x_DR.dtype)
+    return normalise(x_DR, scale_D, eps=self.eps).astype(x_DR.dtype)
 
 
 def norm_of(config: Any, name: str | None = None) -> RMSNorm:
