@@ -58,9 +58,9 @@ def load_target(
       `.gguf` file, or a Hugging Face folder (config.json, safetensors, and the tokenizer's files, without which prompts
       must be token ids) of a family in `models.families`. Where there is no such folder, 'org/name' or
       'org/name@revision' is fetched from the Hugging Face hub into its cache, see `weights.huggingface`.
-    dtype: of the parameters, 'float32', 'bfloat16' or 'float16'; or 'int8': matrices are rounded to 8 bits as they are
-      read, which makes another model of half the size (`models.rounded`).
-    compute_dtype: of activations and caches with 'int8'; None: float32 on a CPU, bfloat16 elsewhere.
+    dtype: of the parameters, 'float32', 'bfloat16' or 'float16'; or 'int8' or 'int4': matrices are rounded to 8 or 4
+      bits as they are read, which makes another, smaller model (`models.rounded`).
+    compute_dtype: of activations and caches with those; None: float32 on a CPU, bfloat16 elsewhere.
     mesh: of `sharding.make_mesh`: its devices share parameters and work, and a drafter loaded for this target joins
       them. None means the default device alone.
     max_context: how many tokens prompt and answer may have together; None: as many as the model was made to see. With
@@ -77,11 +77,11 @@ def load_target(
     2
   """
   path = _target_path(name_or_path, max_context=max_context)
-  is_rounded, floats = _precision(dtype, compute_dtype)
-  place = functools.partial(rounded.hold, dtype=floats, mesh=mesh) if is_rounded else None
+  rounded_to, floats = _precision(dtype, compute_dtype)
+  place = functools.partial(rounded.hold, dtype=floats, mesh=mesh, name=rounded_to) if rounded_to else None
   config, tokenizer, table, tensors = (_open_gguf if path.suffix == '.gguf' else _open_folder)(path, max_context)
-  source, read_as = str(path), jnp.float32 if is_rounded else floats
-  require_memory(table, read_as, is_rounded=is_rounded, source=source)
+  source, read_as = str(path), jnp.float32 if rounded_to else floats
+  require_memory(table, read_as, rounded_to=rounded_to, source=source)
   params = assemble(tensors, table, read_as, mesh=mesh, source=source, place=place, keeps=rounded.is_rounded)
   if config.tied_head and 'head' in params:
     if _is_same_head(params, place):
@@ -90,17 +90,17 @@ def load_target(
       log.warning('%s: config.json ties the head to the embedding, but lm_head.weight is another: it is used', path)
       config = dataclasses.replace(config, tied_head=False)
   target = Target(_named(config, path, name_or_path), params, tokenizer)
-  return rounded.with_own_head(target) if is_rounded else target
+  return rounded.with_own_head(target, rounded_to) if rounded_to else target
 
 
-def _precision(dtype: Any, compute_dtype: Any) -> tuple[bool, Any]:
-  """Return whether matrices are rounded to 8 bits, and the dtype of floats."""
-  asked = parameter_dtype(dtype, rounded.NAME)
-  if asked != jnp.int8:
+def _precision(dtype: Any, compute_dtype: Any) -> tuple[str | None, Any]:
+  """Return what matrices are rounded to, one of `rounded.NAMES` or None, and the dtype of floats."""
+  asked = parameter_dtype(dtype, *rounded.NAMES)
+  if asked.name not in rounded.NAMES:
     if compute_dtype is not None and parameter_dtype(compute_dtype) != asked:
-      raise ValueError(f"`compute_dtype` goes with dtype='int8', got {compute_dtype!r} with dtype={dtype!r}.")
-    return False, asked
-  return True, parameter_dtype(rounded.default_compute_dtype() if compute_dtype is None else compute_dtype)
+      raise ValueError(f"`compute_dtype` goes with dtype='int8' or 'int4', got {compute_dtype!r} with dtype={dtype!r}.")
+    return None, asked
+  return asked.name, parameter_dtype(rounded.default_compute_dtype() if compute_dtype is None else compute_dtype)
 
 
 def read_target_config(name_or_path: str | Path) -> TargetConfig:

@@ -12,7 +12,7 @@ flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a name, folder, 
 flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a name, a folder, org/name[@revision]; empty: none.')
 flags.DEFINE_enum('drafter_kind', None, ['model'], 'model: --drafter names a smaller model of the same tokenizer.')
 DTYPES = 'float32', 'bfloat16', 'int8'
-flags.DEFINE_enum('dtype', 'float32', DTYPES, "The target's dtype; int8 rounds its matrices to 8 bits while loading.")
+flags.DEFINE_enum('dtype', 'float32', [*DTYPES, 'int4'], "The target's dtype; int8 and int4 round its matrices.")
 flags.DEFINE_enum(
   'drafter_dtype',
   None,

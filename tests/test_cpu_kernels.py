@@ -23,7 +23,7 @@ from eagle_jax.cache import KVCache
 from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.device import cpu_features
 from eagle_jax.files import cache_folder
-from eagle_jax.kernels import attention, cpu, int8, matmul, norm
+from eagle_jax.kernels import attention, cpu, int4, int8, matmul, norm
 from eagle_jax.models import rounded
 from eagle_jax.policy.trees import Chain, DynamicTree
 from eagle_jax.sharding import make_mesh
@@ -86,6 +86,8 @@ def columns(width, count):
 
 
 def multiply(weight_OI, x_IR, scale=1.0):
+  if isinstance(weight_OI, int4.Grouped):
+    return weight_OI.times(x_IR)
   if weight_OI.dtype == jnp.float32:
     return cpu.multiply(weight_OI, x_IR)
   return cpu.multiply_bytes(weight_OI, jnp.full(weight_OI.shape[:-1], scale, jnp.float32), x_IR)
@@ -109,6 +111,24 @@ def test_products(compiled, kind, width, outputs):
   error = 1e-5 if kind == 'float32' else 5e-5  # where columns are rounded to 16 bits
   np.testing.assert_allclose(most, exact, rtol=0, atol=error * np.abs(exact).max())
   for count, (first, last) in zip(COUNTS, found, strict=True):  # bit for bit the same, wherever a column stands
+    np.testing.assert_array_equal(first, most[..., :count])
+    np.testing.assert_array_equal(last, most[..., -count:])
+
+
+@pytest.mark.parametrize('outputs', [(1,), (23,), (2, 61)], ids=str)
+@pytest.mark.parametrize('width', [32, 576, 1536])
+def test_products_of_groups(compiled, width, outputs):
+  """Of 1,536 inputs two blocks are rounded, each in a unit of its own."""
+  matrix = int4.Grouped(
+    *map(jnp.asarray, rounded.round_groups(np.asarray(weights('float32', *outputs, width)))), jnp.float32
+  )
+  x_IR = columns(width, COUNTS[-1])
+  found = jax.device_get(by_count(matrix, x_IR))
+  most, _ = found[-1]
+  floats = np.asarray(int4.unpack(matrix.pair, matrix.scale, matrix.offset), np.float64)
+  exact = np.tensordot(floats, np.asarray(x_IR, np.float64), axes=1)
+  np.testing.assert_allclose(most, exact, rtol=0, atol=5e-5 * np.abs(exact).max())
+  for count, (first, last) in zip(COUNTS, found, strict=True):
     np.testing.assert_array_equal(first, most[..., :count])
     np.testing.assert_array_equal(last, most[..., -count:])
 
@@ -155,6 +175,7 @@ def test_forms_for_other_machines(folder, tmp_path, monkeypatch, needed, machine
   assert cpu.library() is not None
   for kind, width in itertools.product(('float32', 'int8'), (576, 1536)):
     test_products(None, kind, width, (25,))
+  test_products_of_groups(None, 1536, (25,))
   test_attention_reads_no_slot_past_the_text(None)
 
 
@@ -276,7 +297,8 @@ def test_gradients_of_attention(compiled):
 
 FAMILIES = {
   'llama': {},
-  'rounded': {},
+  'int8': {},
+  'int4': {},
   'qwen': {'qk_norm': True, 'qkv_bias': True},
   'windows, sinks': {'window': 50, 'has_sinks': True},
   'norms of results': {'qk_norm': True, 'joint_qk_norm': True, 'has_output_norms': True},
@@ -290,7 +312,7 @@ TREE = [-1, 0, 0, 1, 2, 1, 4, 6, 3, 7, 9, 9, 10]  # parents
 @pytest.mark.parametrize('length', [0, 120])  # short of a block of entries, and of a part of them
 def test_a_node_gets_the_bits_of_plain_decoding(compiled, family, length):
   target = tiny.target(dataclasses.replace(WIDE, **FAMILIES[family]))
-  target = rounded.rounded_target(target) if family == 'rounded' else target
+  target = rounded.rounded_target(target, family) if family in rounded.NAMES else target
   network, params, rng = target.network, target.params, np.random.default_rng(length)
   text = rng.integers(0, WIDE.vocab_size, 17)
   entries = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), network.init_cache(1, 150)._asdict())
@@ -319,19 +341,23 @@ def test_a_node_gets_the_bits_of_plain_decoding(compiled, family, length):
   np.testing.assert_array_equal(logits_VT[:, path].T, plain[: len(path)])
 
 
-@pytest.mark.parametrize('make', [tiny.target, lambda: rounded.rounded_target(tiny.target())], ids=['floats', 'int8'])
+@pytest.mark.parametrize('name', [None, *rounded.NAMES])
 @pytest.mark.parametrize('is_quantised', [False, True])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_trees_write_the_text_of_plain_decoding(compiled, make, is_quantised, temperature):
-  target, drafter = make(), tiny.drafter()
+def test_trees_write_the_text_of_plain_decoding(compiled, name, is_quantised, temperature):
+  target, drafter = tiny.target(), tiny.drafter()
+  target = rounded.rounded_target(target, name) if name else target
   drafter = drafter.quantised() if is_quantised else drafter
   how = {'max_new_tokens': 24, 'temperature': temperature, 'seed': 3, 'eos_ids': ()}
   plain, texts = decode_alike(target, drafter, (Chain(3), DynamicTree(3, 3, 3, 8)), PROMPTS, **how)
   assert texts == [plain, plain]
 
 
-def test_a_rounded_target_is_held_in_bytes(compiled):
-  assert isinstance(rounded.rounded_target(tiny.target()).params['head']['weight'], int8.Quantised)
+@pytest.mark.parametrize(('name', 'kind'), [('int8', int8.Quantised), ('int4', int4.Grouped)])
+def test_a_rounded_target_is_held_so(compiled, name, kind):
+  params = rounded.rounded_target(tiny.target(), name).params
+  assert isinstance(params['layer_1']['attn']['qkv']['weight'], kind)
+  assert isinstance(params['head']['weight'], int8.Quantised)
 
 
 @pytest.mark.optimised

@@ -24,7 +24,7 @@ FLOORS = {
 ORDER = {
   'kernels': (
     '__init__', 'dispatch', 'layout', 'scan', 'random', 'argmax', 'top_k', 'write_kv', 'einsum',
-    'ordering', 'cpu', 'norm', 'tiling', 'matmul', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
+    'ordering', 'cpu', 'norm', 'tiling', 'matmul', 'int4', 'int8', 'attention_tpu', 'attention_gpu', 'attention',
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': (

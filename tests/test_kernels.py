@@ -19,6 +19,7 @@ from eagle_jax.kernels import (
   attention_tpu,
   cpu,
   einsum,
+  int4,
   int8,
   layout,
   matmul,
@@ -64,6 +65,12 @@ def bytes_times_floats(*, num_parts: int, num_columns: int) -> Case:
   value_OI, scale_O = jnp.round(40 * normal(2, 6, 64)).astype(jnp.int8), normal(2, 6)
   arrays = value_OI, scale_O, normal(64, num_columns, seed=1)
   return Case(functools.partial(int8.multiply, num_parts=num_parts), int8.reference, arrays, {'cpu'}, 0.02)
+
+
+def nibbles_times_floats(*, num_columns: int, forms: set[str], kernels: str = 'xla') -> Case:
+  pair_Oi = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 6, 48), np.uint8))
+  arrays = pair_Oi, normal(2, 6, 3), normal(2, 6, 3, seed=1), normal(96, num_columns, seed=2)
+  return Case(int4.multiply, int4.reference, arrays, forms, 5e-5, kernels)
 
 
 def normalised(shape: tuple[int, ...], forms: set[str], *, kernels: str = 'xla', dtype: Any = jnp.float32) -> Case:
@@ -165,6 +172,9 @@ CASES = {
   'norm, compiled, many columns': normalised((40, 65), set(), kernels='compiled'),
   'norm, compiled, bfloat16': normalised((40, 3), set(), kernels='compiled', dtype=jnp.bfloat16),
   'int8, compiled': bytes_times_floats(num_parts=2, num_columns=20)._replace(kernels='compiled', error=5e-5),
+  'int4': nibbles_times_floats(num_columns=3, forms=set()),
+  'int4, compiled, a column': nibbles_times_floats(num_columns=1, forms={'cpu'}, kernels='compiled'),
+  'int4, compiled, columns': nibbles_times_floats(num_columns=20, forms={'cpu'}, kernels='compiled'),
   'attention, no slots': attended({'gpu'}, num_slots=0, lengths=(0, 0)),
   'attention': attended({'gpu'}, num_slots=9, lengths=(0, 7)),
   'attention, earlier passes': attended({'gpu'}, num_slots=9, lengths=(9, 1), num_earlier=3),

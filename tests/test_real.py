@@ -7,6 +7,8 @@ import pytest
 from eagle_jax import Chain, DynamicTree, StaticTree, decode, hub
 from eagle_jax.bench.measure import NEAR_TIE, gap_at_divergence
 from eagle_jax.decode.step import tau
+from eagle_jax.kernels import cpu
+from eagle_jax.models import rounded
 from eagle_jax.sampling import Sampling
 
 pytestmark = pytest.mark.real
@@ -64,6 +66,20 @@ def test_speculative_text_is_plain_text(smollm2, decoded, temperature):
 @pytest.mark.parametrize('policy', [Chain(), StaticTree(), DynamicTree()], ids=lambda policy: policy.describe())
 def test_speculative_text_is_plain_text_at_length(smollm2, decoded, policy, temperature):
   assert_same_text(smollm2, decoded, PROMPTS, 64, temperature, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_a_target_in_8_bits_writes_its_plain_text_to_the_last_token(smollm2, temperature):
+  if cpu.library() is None:
+    pytest.skip('without the C++ kernels its passes round by their shapes')
+  target = rounded.rounded_target(smollm2)
+  drafter, how = hub.load_drafter('smollm2-135m-eagle2', target), {'temperature': temperature, 'seed': 7}
+  plain, *others = (
+    decode.generate(target, drafter, PROMPTS[:4], max_new_tokens=64, policy=policy, **how)
+    for policy in ('plain', Chain(3), DynamicTree(4, 4, 4, 16))
+  )
+  assert [other.tokens for other in others] == [plain.tokens] * 2
 
 
 @pytest.mark.slow

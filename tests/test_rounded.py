@@ -1,4 +1,4 @@
-"""Targets in 8 bits: another model, decoded just as exactly; the same numbers however they are held."""
+"""Targets in 8 and 4 bits: another model, decoded just as exactly; the same numbers however they are held."""
 
 import dataclasses
 
@@ -9,6 +9,8 @@ import pytest
 
 import tiny
 from eagle_jax import decode, hub
+from eagle_jax.kernels import int4
+from eagle_jax.kernels.int4 import Grouped
 from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.models import rounded
 from eagle_jax.policy.trees import Chain, DynamicTree
@@ -24,12 +26,17 @@ NUM_NEW = 24
 @pytest.fixture(params=[False, True], ids=['held as floats', 'held as bytes'])
 def is_bytes(request, monkeypatch):
   """Use products of bytes and floats, as accelerators do."""
-  monkeypatch.setattr(rounded, 'reads_bytes', lambda mesh: request.param)
+  hold_packed(monkeypatch, request.param)
   return request.param
 
 
+def hold_packed(monkeypatch, is_packed):
+  for name in ('reads_bytes', 'reads_groups'):
+    monkeypatch.setattr(rounded, name, lambda mesh: is_packed)
+
+
 def matrices(params) -> dict[str, object]:
-  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Quantised))
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, (Quantised, Grouped)))
   return {'/'.join(key.key for key in path): leaf for path, leaf in leaves}
 
 
@@ -49,31 +56,58 @@ def test_rounding_in_blocks_is_rounding_at_once(monkeypatch):
     np.testing.assert_array_equal(x, y)
 
 
+def test_a_group_is_rounded_to_half_a_step(monkeypatch):
+  matrix = np.random.default_rng(0).standard_normal((2, 3, 96)).astype(np.float32)
+  matrix[1, 1] = 0.5
+  parts = rounded.round_groups(matrix)
+  pair, scale, offset = parts
+  assert [x.shape for x in parts] == [(2, 3, 48), (2, 3, 3), (2, 3, 3)]
+  found = np.asarray(int4.unpack(*map(jnp.asarray, parts)))
+  assert (np.abs(found - matrix) <= scale.repeat(32, axis=-1) * 0.5001 + 1e-6).all()
+  assert (scale[1, 1] == 0).all()
+  again = rounded.round_groups(found)  # what comes from such groups stays what it is
+  np.testing.assert_array_equal(again[0], pair)
+  np.testing.assert_allclose(int4.unpack(*map(jnp.asarray, again)), found, rtol=0, atol=1e-6)
+  monkeypatch.setattr(rounded, 'BLOCK', 200)
+  for x, y in zip(rounded.round_groups(matrix), parts, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize('tied', [False, True])
-def test_what_is_rounded(is_bytes, tied):
-  target = rounded.rounded_target(tiny.target(dataclasses.replace(tiny.TARGET, tied_head=tied)))
-  assert (target.weights_name, target.dtype, target.config.tied_head) == ('int8', jnp.float32, False)
+@pytest.mark.parametrize(('name', 'kind'), [('int8', Quantised), ('int4', Grouped)])
+def test_what_is_rounded(is_bytes, tied, name, kind):
+  target = rounded.rounded_target(tiny.target(dataclasses.replace(tiny.TARGET, tied_head=tied)), name)
+  assert (target.weights_name, target.dtype, target.config.tied_head) == (name, jnp.float32, False)
   held = matrices(target.params)
   for path, leaf in held.items():
-    assert isinstance(leaf, Quantised) == (is_bytes and path.endswith('/weight') and not path.startswith('embed'))
+    expected = Quantised if path == 'head/weight' else kind
+    assert isinstance(leaf, expected) == (is_bytes and path.endswith('/weight') and not path.startswith('embed'))
   assert 'head/weight' in held
 
 
+def test_a_matrix_without_whole_groups_is_refused():
+  target = tiny.target(dataclasses.replace(tiny.TARGET, ffn_width=48))
+  with pytest.raises(ValueError, match='groups of 32 inputs.*down/weight has 48.*int8'):
+    rounded.rounded_target(target, 'int4')
+
+
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_a_rounded_target_decodes_its_own_text(is_bytes, temperature):
-  target = rounded.rounded_target(tiny.target())
+@pytest.mark.parametrize('name', rounded.NAMES)
+def test_a_rounded_target_decodes_its_own_text(is_bytes, name, temperature):
+  target = rounded.rounded_target(tiny.target(), name)
   how = {'max_new_tokens': NUM_NEW, 'temperature': temperature, 'eos_ids': ()}
   for drafter in (tiny.drafter(), tiny.drafter().first_ids(40).quantised()):
     plain, texts = decode_alike(target, drafter, (Chain(3), DynamicTree(3, 3, 3, 8)), PROMPTS, **how)
     assert texts == [plain, plain]
 
 
+@pytest.mark.parametrize('name', rounded.NAMES)
 @pytest.mark.parametrize('switches', [{}, {'num_experts': 4, 'experts_per_token': 2, 'expert_bias': True}])
-def test_both_ways_of_holding_are_one_model(monkeypatch, switches):
+def test_both_ways_of_holding_are_one_model(monkeypatch, switches, name):
   logits, config = [], dataclasses.replace(tiny.TARGET, **switches)
-  for is_bytes in (False, True):
-    monkeypatch.setattr(rounded, 'reads_bytes', lambda mesh, held=is_bytes: held)
-    target = rounded.rounded_target(tiny.target(config))
+  for is_packed in (False, True):
+    hold_packed(monkeypatch, is_packed)
+    target = rounded.rounded_target(tiny.target(config), name)
     network = target.network
     taps = network.read(target.params, jnp.asarray([PROMPTS[1]]))
     logits.append(network.logits(target.params, taps))
@@ -84,9 +118,10 @@ def test_both_ways_of_holding_are_one_model(monkeypatch, switches):
   assert 1e-4 < error < 0.5  # another model, and a near one
 
 
-def test_a_folder_loads_as_it_is_rounded_afterwards(is_bytes, tmp_path):
+@pytest.mark.parametrize('name', rounded.NAMES)
+def test_a_folder_loads_as_it_is_rounded_afterwards(is_bytes, tmp_path, name):
   path = hf_folder(tmp_path / 'tiny', HF_CONFIG)
-  loaded, after = hub.load_target(path, dtype='int8'), rounded.rounded_target(hub.load_target(path))
+  loaded, after = hub.load_target(path, dtype=name), rounded.rounded_target(hub.load_target(path), name)
   assert loaded.config == after.config
   assert jax.tree.structure(loaded.params) == jax.tree.structure(after.params)
   jax.tree.map(np.testing.assert_array_equal, loaded.params, after.params)

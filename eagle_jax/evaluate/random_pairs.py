@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
-from eagle_jax.models.rounded import default_compute_dtype, rounded_target
+from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.sharding import param_shardings
 
@@ -68,8 +68,8 @@ def random_pair(
     return jax.jit(network.init_params, out_shardings=places)(key)
 
   target_key, drafter_key = jax.random.split(jax.random.key(0))
-  is_rounded = dtype == 'int8'
-  dtype = default_compute_dtype() if is_rounded else dtype
+  rounded_to = dtype if dtype in rounded.NAMES else None
+  dtype = rounded.default_compute_dtype() if rounded_to else dtype
   target_params = make_params(TransformerTarget(target, jnp.dtype(dtype)), target_key)
   floats = dtype if drafter_dtype in (None, 'int8') else drafter_dtype
   params = make_params(Eagle(drafter, jnp.dtype(floats)), drafter_key)
@@ -78,5 +78,5 @@ def random_pair(
     drafter = dataclasses.replace(drafter, name=f'{drafter.name}-{draft_vocab_size}')
   head = Drafter(drafter, params)
   loaded = Target(target, target_params)
-  loaded = rounded_target(loaded) if is_rounded else loaded
+  loaded = rounded.rounded_target(loaded, rounded_to) if rounded_to else loaded
   return loaded, head.quantised() if drafter_dtype == 'int8' else head

@@ -10,22 +10,27 @@ namespace {
 using FloatBuffer = ffi::Buffer<ffi::F32>;
 using IntBuffer = ffi::Buffer<ffi::S32>;
 
-// `scale` holds a factor for each output, or nothing.
-ffi::Error HandleMatmul(ffi::ThreadPool pool, ffi::AnyBuffer weight, FloatBuffer scale, FloatBuffer x,
+// Weights are float32, int8, or uint8: then each holds two of 4 bits. `scale` and `offset` hold what `Product` says.
+ffi::Error HandleMatmul(ffi::ThreadPool pool, ffi::AnyBuffer weight, FloatBuffer scale, FloatBuffer offset, FloatBuffer x,
                         ffi::ResultBuffer<ffi::F32> y) {
-  const auto shape = x.dimensions();
-  if (shape.size() != 2 || shape[0] < 1 || weight.dimensions().size() < 2 || weight.dimensions().back() != shape[0]) {
+  const auto type = weight.element_type();
+  const auto shape = x.dimensions(), of_weight = weight.dimensions();
+  const int64_t in = of_weight.size() < 2 ? 0 : of_weight.back() * (type == ffi::U8 ? 2 : 1);
+  if (shape.size() != 2 || in < 1 || in != shape[0]) {
     return ffi::Error::InvalidArgument("needed are weights [..., in] and columns [in, columns]");
   }
-  const size_t width = shape[0], rows = weight.element_count() / width;
-  const auto multiply = weight.element_type() == ffi::F32  ? MultiplyAll<float>
-                        : weight.element_type() == ffi::S8 ? MultiplyAll<int8_t>
-                                                           : nullptr;
-  if (multiply == nullptr) return ffi::Error::InvalidArgument("weights are float32 or int8");
-  const bool is_scaled = scale.element_count() > 0;
-  if (is_scaled && scale.element_count() != rows) return ffi::Error::InvalidArgument("needed is a scale for each output");
-  multiply(pool, weight.untyped_data(), is_scaled ? scale.typed_data() : nullptr, rows, width, x.typed_data(), shape[1],
-           y->typed_data());
+  const size_t width = in, rows = weight.element_count() / of_weight.back();
+  const size_t scales = type == ffi::U8 ? rows * (width / kGroup) : type == ffi::S8 ? rows : 0;
+  if (scale.element_count() != scales || offset.element_count() != (type == ffi::U8 ? scales : 0)) {
+    return ffi::Error::InvalidArgument("scales or offsets do not fit the weights");
+  }
+  const auto multiply = type == ffi::F32                          ? MultiplyAll<float>
+                        : type == ffi::S8                         ? MultiplyAll<int8_t>
+                        : type == ffi::U8 && width % kGroup == 0 ? MultiplyAll<Nibbles>
+                                                                  : nullptr;
+  if (multiply == nullptr) return ffi::Error::InvalidArgument("weights are float32, int8, or uint8 in whole groups");
+  multiply(pool, weight.untyped_data(), scales == 0 ? nullptr : scale.typed_data(), offset.typed_data(), rows, width,
+           x.typed_data(), shape[1], y->typed_data());
   return ffi::Error::Success();
 }
 
@@ -79,6 +84,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eagle_matmul, HandleMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Ret<FloatBuffer>());

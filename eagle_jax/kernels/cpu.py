@@ -54,13 +54,13 @@ def is_usable() -> bool:
 def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
   """Return whether `multiply` takes these operands on this machine."""
   is_few = weight_OI.dtype == x_IR.dtype == jnp.float32 and x_IR.shape[1] <= MAX_COLUMNS
-  return (is_few or weight_OI.dtype == jnp.int8) and is_usable()
+  return (is_few or weight_OI.dtype in (jnp.int8, jnp.uint8)) and is_usable()
 
 
 @jax.custom_jvp
 def multiply(weight_OI: jax.Array, x_IR: jax.Array) -> jax.Array:
   """Return W x, [..., R] f32, of floats. How many columns stand together changes no bit of any."""
-  return _multiply(weight_OI, jnp.empty(0), x_IR)
+  return _multiply(weight_OI, _NOTHING, _NOTHING, x_IR)
 
 
 @multiply.defjvp
@@ -79,12 +79,25 @@ def multiply_bytes(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array) -> 
       makes one operation or two, by the number of columns.
     x_IR: of any float dtype. Each 1,024 inputs of a column are rounded to 16 bits, in a unit of their own.
   """
-  return _multiply(value_OI, scale_O, x_IR)
+  return _multiply(value_OI, scale_O, _NOTHING, x_IR)
 
 
-def _multiply(weight_OI: Any, scale_O: Any, x_IR: jax.Array, digest: str | None = None) -> jax.Array:
+def multiply_groups(pair_Oi: jax.Array, scale_OG: jax.Array, offset_OG: jax.Array, x_IR: jax.Array) -> jax.Array:
+  """Return the product with a matrix in 4 bits, [..., R] f32. How many columns stand together changes no bit of any.
+
+  Args:
+    pair_Oi, scale_OG, offset_OG: as in `int4.Grouped`.
+    x_IR: of any float dtype. It is rounded as in `multiply_bytes`.
+  """
+  return _multiply(pair_Oi, scale_OG, offset_OG, x_IR)
+
+
+_NOTHING = np.empty(0, np.float32)
+
+
+def _multiply(weight_OI: Any, scale: Any, offset: Any, x_IR: jax.Array, digest: str | None = None) -> jax.Array:
   shape = *weight_OI.shape[:-1], x_IR.shape[1]
-  return call('matmul', shape, weight_OI, scale_O, x_IR.astype(jnp.float32), digest=digest)
+  return call('matmul', shape, weight_OI, scale, offset, x_IR.astype(jnp.float32), digest=digest)
 
 
 def call(operation: str, shape: tuple[int, ...], *arrays: Any, digest: str | None = None) -> jax.Array:
@@ -198,16 +211,24 @@ def _wrong_products(digest: str) -> Iterator[str]:
   """Say which products differ from NumPy's, or depend on the number of columns."""
   rng = np.random.default_rng(0)
   shape = 50, 2_123  # more than two of the blocks that share a unit, and no whole number of vectors
-  scale_O = rng.standard_normal(shape[0], np.float32)
-  weights = (rng.standard_normal(shape, np.float32), scale_O[:0]), (rng.integers(-127, 128, shape, np.int8), scale_O)
-  x_IR, counts = rng.standard_normal((shape[1], 70), np.float32), (1, 2, 3, 4, 8, 11, 70)
+  scale_O, float_OI = rng.standard_normal(shape[0], np.float32), rng.standard_normal(shape, np.float32)
+  code_OI, pair_Oi = rng.integers(-127, 128, shape, np.int8), rng.integers(0, 256, (shape[0], 1_072), np.uint8)
+  scale_OG, offset_OG = rng.standard_normal((2, shape[0], 67), np.float32)
+  number_OG32 = np.concatenate([x.reshape(shape[0], 67, 16) for x in (pair_Oi & 15, pair_Oi >> 4)], axis=2)
+  grouped_OI = (number_OG32 * scale_OG[..., None].astype(np.float64) + offset_OG[..., None]).reshape(shape[0], -1)
+  weights = (float_OI, _NOTHING, _NOTHING), (code_OI, scale_O, _NOTHING), (pair_Oi, scale_OG, offset_OG)
+  exact = float_OI, code_OI * scale_O[:, None].astype(np.float64), grouped_OI
+  x_IR, counts = rng.standard_normal((2_144, 70), np.float32), (1, 2, 3, 4, 8, 11, 70)
 
   def products(weights: Any, x_IR: jax.Array) -> Any:
-    return [[_multiply(*weight, x_IR[:, :count], digest) for count in counts] for weight in weights]
+    found = []
+    for weight_OI, scale, offset in weights:
+      width = weight_OI.shape[-1] * (2 if weight_OI.dtype == np.uint8 else 1)
+      found.append([_multiply(weight_OI, scale, offset, x_IR[:width, :count], digest) for count in counts])
+    return found
 
-  for (weight_OI, factor_O), by_count in zip(weights, _run(products, weights, x_IR), strict=True):
-    exact_OR = weight_OI.astype(np.float64) @ x_IR
-    exact_OR *= factor_O[:, None] if factor_O.size else 1
+  for (weight_OI, *_), exact_OI, by_count in zip(weights, exact, _run(products, weights, x_IR), strict=True):
+    exact_OR = exact_OI @ x_IR[: exact_OI.shape[1]].astype(np.float64)
     for count, y_OR in zip(counts, by_count, strict=True):
       is_near = np.abs(y_OR - exact_OR[:, :count]).max() < 1e-4 * np.abs(exact_OR).max()
       if not is_near or (y_OR != by_count[-1][:, :count]).any():

@@ -1,8 +1,8 @@
 // Products of weights, [out, in], and a few columns of activations, [in, columns], for XLA:CPU.
 //
-// Each weight is read from memory once, while all columns use it. Weights of 8 bits meet columns that are rounded to 16,
-// each block of kBlock inputs of a column in a unit of its own: their products are summed as integers, exactly. Floats
-// are summed in kLanes parts, part k of the inputs whose number is k modulo kLanes, and the parts are added in one fixed
+// Each weight is read from memory once, while all columns use it. Weights of 8 and 4 bits meet columns that are rounded
+// to 16, each block of kBlock inputs of a column in a unit of its own: their products are summed as integers, exactly. Of
+// weights of 4 bits, kGroup inputs share a scale and an offset. Floats are summed in kLanes parts, part k of the inputs whose number is k modulo kLanes, and the parts are added in one fixed
 // order. So a column's result does not depend on how many columns stand beside it, to the last bit.
 
 #ifndef EAGLE_CPU_MATMUL_H_
@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,7 @@ constexpr int kMaxSums = 12;  // of 16 with AVX2, of 16 pairs with NEON
 constexpr int kMaxColumns = 64;  // that are multiplied together: bounds the memory that they are transposed to
 constexpr int kMaxBlockColumns = 8;
 constexpr int kMaxBlockRows = 8;
+constexpr size_t kGroup = 32;           // numbers of 4 bits that share a scale and an offset
 constexpr size_t kBlock = 1024;          // inputs that share a unit: their sums fit 32 bits on every machine
 constexpr float kLargest = 32767;        // of 16 bits, to both sides
 constexpr size_t kChunkBytes = 1 << 16;  // of weights, that a thread takes at a time
@@ -120,6 +122,31 @@ struct Arithmetic<int8_t> {
   static Floats ToFloats(const Sum& sum) { return __builtin_convertvector(sum, Floats); }
 };
 
+// A byte of two numbers: of a group's 16 bytes, byte i holds number i in its lower half, and number 16 + i in the upper.
+struct Nibbles {
+  uint8_t pair;
+};
+
+template <>
+struct Arithmetic<Nibbles> {
+  using Input = int16_t;
+  static constexpr size_t kVectors = kGroup / (2 * kLanes);  // of a group
+  using Group = std::array<Shorts, kVectors>;
+
+  static Group Load(const Nibbles* from) {
+    using Bytes = uint8_t __attribute__((vector_size(kGroup / 2)));
+    using Half = int16_t __attribute__((vector_size(kGroup)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    const Half both = __builtin_convertvector(bytes, Half), low = both & 15, high = both >> 4;
+#if defined(__AVX512BW__)
+    return {Shorts(_mm512_inserti64x4(_mm512_castsi256_si512(__m256i(low)), __m256i(high), 1))};
+#else
+    return {low, high};
+#endif
+  }
+};
+
 template <typename Weight>
 auto LoadPart(const Weight* from, size_t count) {
   Weight padded[Arithmetic<Weight>::kStep] = {};
@@ -152,12 +179,14 @@ inline float AddUp(const Floats& parts) {
 template <typename Weight>
 struct Product {
   const Weight* weight;  // [rows, width]
-  const float* scale;    // [rows], factors of the results; null for 1
+  const float* scale;    // [rows], factors of the results, null for 1; of 4 bits [rows, groups]
+  const float* offset;   // of 4 bits [rows, groups], else null
   size_t rows, width;
   const typename Arithmetic<Weight>::Input* x;  // [columns, x_stride], zeros beyond the width
   size_t x_stride;
   const float* unit;  // [columns, blocks]
   size_t block, blocks;  // inputs that share a unit, and how many times so many the width is
+  const float* sum;      // of 4 bits [columns, blocks, kBlock / kGroup], in units, each group's; else null
   int columns;
   float* y;  // of row r and column c at r * y_stride + c * y_step
   size_t y_stride, y_step;
@@ -199,18 +228,81 @@ void MultiplyBlock(const Product<Weight>& p, size_t row, int column) {
   }
 }
 
-template <int kColumns>
+// The same with weights of 4 bits.
+template <int kRows, int kColumns>
+void MultiplyGroups(const Product<Nibbles>& p, size_t row, int column) {
+  using A = Arithmetic<Nibbles>;
+  constexpr size_t kGroups = kBlock / kGroup, kBytes = kGroup / 2;
+  const size_t groups = p.width / kGroup;
+  const Nibbles* weight = p.weight + row * groups * kBytes;
+  const float *scale = p.scale + row * groups, *offset = p.offset + row * groups;
+  Floats total[kRows][kColumns] = {};
+  for (size_t b = 0; b < p.blocks; ++b) {
+    const size_t begin = b * kGroups, end = std::min(begin + kGroups, groups);
+    Floats sum[kRows][kColumns] = {};
+    for (size_t g = begin; g < end; ++g) {
+      A::Group w[kRows];
+      Floats factor[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        __builtin_prefetch(weight + ((kRows + r) * groups + g) * kBytes);
+        w[r] = A::Load(weight + (r * groups + g) * kBytes);
+        factor[r] = Floats{} + scale[r * groups + g];
+      }
+      for (int c = 0; c < kColumns; ++c) {
+        const int16_t* x = p.x + (column + c) * p.x_stride + g * kGroup;
+        for (int r = 0; r < kRows; ++r) {
+          Ints products{};
+          for (size_t v = 0; v < A::kVectors; ++v) {
+            Arithmetic<int8_t>::Add(products, w[r][v], Arithmetic<int8_t>::Load(x + v * 2 * kLanes));
+          }
+          MultiplyAdd(sum[r][c], Arithmetic<int8_t>::ToFloats(products), factor[r]);
+        }
+      }
+    }
+    for (size_t g = begin; g < end; g += kLanes) {
+      for (int r = 0; r < kRows; ++r) {
+        // Those of the next output may follow, for which sums are 0.
+        const size_t at = r * groups + g, left = (p.rows - row) * groups - at;
+        const Floats of_groups = left >= kLanes ? Arithmetic<float>::Load(offset + at) : LoadPart(offset + at, left);
+        for (int c = 0; c < kColumns; ++c) {
+          const float* x_sum = p.sum + (column + c) * p.blocks * kGroups + g;
+          MultiplyAdd(sum[r][c], of_groups, Arithmetic<float>::Load(x_sum));
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kColumns; ++c) {
+        MultiplyAdd(total[r][c], sum[r][c], Floats{} + p.unit[(column + c) * p.blocks + b]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kColumns; ++c) p.y[(row + r) * p.y_stride + (column + c) * p.y_step] = AddUp(total[r][c]);
+  }
+}
+
+template <typename Weight, int kColumns>
 constexpr int BlockRows() {
-  return std::min(kMaxBlockRows, std::max(1, kMaxSums / kColumns));
+  constexpr bool kIsGrouped = std::is_same_v<Weight, Nibbles>;  // whose scales need registers, too
+  return std::clamp((kIsGrouped ? kMaxSums * 2 / 3 : kMaxSums) / kColumns, 1, kIsGrouped ? 4 : kMaxBlockRows);
+}
+
+template <typename Weight, int kRows, int kColumns>
+void MultiplySome(const Product<Weight>& p, size_t row, int column) {
+  if constexpr (std::is_same_v<Weight, Nibbles>) {
+    MultiplyGroups<kRows, kColumns>(p, row, column);
+  } else {
+    MultiplyBlock<Weight, kRows, kColumns>(p, row, column);
+  }
 }
 
 // Rows `begin` to `end` times `kColumns` columns from `column` on.
 template <typename Weight, int kColumns>
 void MultiplyRows(const Product<Weight>& p, size_t begin, size_t end, int column) {
-  constexpr int kRows = BlockRows<kColumns>();
+  constexpr int kRows = BlockRows<Weight, kColumns>();
   size_t row = begin;
-  for (; row + kRows <= end; row += kRows) MultiplyBlock<Weight, kRows, kColumns>(p, row, column);
-  for (; row < end; ++row) MultiplyBlock<Weight, 1, kColumns>(p, row, column);
+  for (; row + kRows <= end; row += kRows) MultiplySome<Weight, kRows, kColumns>(p, row, column);
+  for (; row < end; ++row) MultiplySome<Weight, 1, kColumns>(p, row, column);
 }
 
 template <typename Weight>
@@ -290,7 +382,7 @@ float Round(const float* x, size_t count, int16_t* rounded) {
 struct Scratch {
   std::vector<Floats> x;  // aligned as vectors are
   std::vector<Shorts> rounded;
-  std::vector<float> unit;
+  std::vector<float> unit, sum;
 };
 
 void MultiplyColumns(ffi::ThreadPool pool, const float* weight, Scratch& scratch, Product<float> p) {
@@ -299,7 +391,9 @@ void MultiplyColumns(ffi::ThreadPool pool, const float* weight, Scratch& scratch
   Multiply(pool, p);
 }
 
-void MultiplyColumns(ffi::ThreadPool pool, const int8_t* weight, Scratch& scratch, const Product<float>& floats) {
+// Rounds all columns, for weights that are integers.
+template <typename Weight>
+Product<Weight> RoundColumns(const Weight* weight, Scratch& scratch, const Product<float>& floats) {
   const size_t blocks = (floats.width + kBlock - 1) / kBlock, steps = (floats.x_stride + 2 * kLanes - 1) / (2 * kLanes);
   const size_t stride = steps * 2 * kLanes;
   scratch.rounded.assign(steps * floats.columns, Shorts{});
@@ -311,13 +405,31 @@ void MultiplyColumns(ffi::ThreadPool pool, const int8_t* weight, Scratch& scratc
       scratch.unit[c * blocks + b] = Round(floats.x + c * floats.x_stride + begin, count, rounded + c * stride + begin);
     }
   }
-  Multiply(pool, Product<int8_t>{weight, floats.scale, floats.rows, floats.width, rounded, stride, scratch.unit.data(),
-                                 kBlock, blocks, floats.columns, floats.y, floats.y_stride, floats.y_step});
+  Product<Weight> p{};
+  p.weight = weight, p.scale = floats.scale, p.offset = floats.offset, p.rows = floats.rows, p.width = floats.width;
+  p.x = rounded, p.x_stride = stride, p.unit = scratch.unit.data(), p.block = kBlock, p.blocks = blocks;
+  p.columns = floats.columns, p.y = floats.y, p.y_stride = floats.y_stride, p.y_step = floats.y_step;
+  return p;
+}
+
+void MultiplyColumns(ffi::ThreadPool pool, const int8_t* weight, Scratch& scratch, const Product<float>& floats) {
+  Multiply(pool, RoundColumns(weight, scratch, floats));
+}
+
+void MultiplyColumns(ffi::ThreadPool pool, const Nibbles* weight, Scratch& scratch, const Product<float>& floats) {
+  Product<Nibbles> p = RoundColumns(weight, scratch, floats);
+  const size_t groups = p.blocks * (kBlock / kGroup);  // with those beyond the width, whose sums are 0
+  scratch.sum.assign(p.columns * groups, 0);
+  for (int c = 0; c < p.columns; ++c) {
+    for (size_t i = 0; i < p.width; ++i) scratch.sum[c * groups + i / kGroup] += p.x[c * p.x_stride + i];
+  }
+  p.sum = scratch.sum.data();
+  Multiply(pool, p);
 }
 
 template <typename Weight>
-void MultiplyAll(ffi::ThreadPool pool, const void* weight, const float* scale, size_t rows, size_t width, const float* x,
-                 int columns, float* y) {
+void MultiplyAll(ffi::ThreadPool pool, const void* weight, const float* scale, const float* offset, size_t rows,
+                 size_t width, const float* x, int columns, float* y) {
   thread_local Scratch scratch;
   const size_t vectors = (width + kLanes - 1) / kLanes, stride = vectors * kLanes;
   for (int first = 0; first < columns; first += kMaxColumns) {
@@ -328,7 +440,7 @@ void MultiplyAll(ffi::ThreadPool pool, const void* weight, const float* scale, s
       for (int c = 0; c < count; ++c) transposed[c * stride + i] = x[i * columns + first + c];
     }
     Product<float> p{};
-    p.scale = scale, p.rows = rows, p.width = width, p.x = transposed, p.x_stride = stride, p.columns = count;
+    p.scale = scale, p.offset = offset, p.rows = rows, p.width = width, p.x = transposed, p.x_stride = stride, p.columns = count;
     p.y = y + first, p.y_stride = columns, p.y_step = 1;
     MultiplyColumns(pool, static_cast<const Weight*>(weight), scratch, p);
   }

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from eagle_jax.config import TargetConfig
 from eagle_jax.kernels.attention import Operands, attend
 from eagle_jax.kernels.dispatch import dispatch_loop
+from eagle_jax.kernels.int4 import Grouped
 from eagle_jax.kernels.int8 import Quantised
 from eagle_jax.kernels.matmul import matmul, matmul_float32
 from eagle_jax.kernels.norm import normalise
@@ -22,7 +23,7 @@ from eagle_jax.sharding import constrain
 
 
 def held(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-  """Return a parameter of a module: an array of this shape, or a `Quantised` matrix that stands for one.
+  """Return a parameter of a module: an array of this shape, or a rounded matrix that stands for one.
 
   One that is there is checked here: Flax would trace `init` for its shape, a tenth of the time of tracing a step.
 
@@ -39,8 +40,9 @@ def held(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype:
 
 
 def project(x_IR: jax.Array, weight: Any, bias: jax.Array | None = None) -> jax.Array:
-  """Return W x + b, [..., R], of the dtype of x; `weight` is [..., I], an array or a `Quantised` matrix."""
-  y_OR = weight.times(x_IR).astype(x_IR.dtype) if isinstance(weight, Quantised) else matmul(weight, x_IR)
+  """Return W x + b, [..., R], of the dtype of x; `weight` is [..., I], an array or a rounded matrix."""
+  is_rounded = isinstance(weight, (Quantised, Grouped))
+  y_OR = weight.times(x_IR).astype(x_IR.dtype) if is_rounded else matmul(weight, x_IR)
   return y_OR if bias is None else y_OR + bias[..., None]
 
 

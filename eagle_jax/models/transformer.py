@@ -21,7 +21,7 @@ class Target:
   config: TargetConfig
   params: dict[str, Any]  # nested dict of arrays; logical axes in `sharding.PARAM_AXES`
   tokenizer: Any = None  # a `text.Tokenizer`, or None: then prompts are token ids
-  weights_dtype: str | None = None  # 'int8' where matrices were rounded, whatever they are held as; None: as `dtype`
+  weights_dtype: str | None = None  # 'int8' or 'int4' if matrices were rounded, whatever holds them; None: as `dtype`
 
   @property
   def dtype(self) -> Any:

@@ -62,7 +62,7 @@ class Timings:
   device: str  # see `device.device_name`
   target: str
   drafter: str
-  dtype: str  # of the target's weights; 'int8' if they were rounded, however they are stored
+  dtype: str  # of the target's weights; 'int8' or 'int4' if they were rounded, however they are stored
   batch: int
   times: tuple[StepTimes, ...]  # by the size of the cache, ascending
   bytes_per_s: float  # of all devices together: the measured rate of one times their number

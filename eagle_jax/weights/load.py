@@ -30,26 +30,26 @@ def parameter_dtype(dtype: Any, *more: str) -> np.dtype:
   return found
 
 
-def require_memory(table: Table, dtype: Any, *, is_rounded: bool, source: str) -> None:
+def require_memory(table: Table, dtype: Any, *, rounded_to: str | None, source: str) -> None:
   """Raise a ValueError if the parameters do not fit the memory that is free: better now than killed halfway.
 
   Args:
     table: of the tensors that are loaded.
     dtype: of the resulting arrays.
-    is_rounded: whether matrices take a byte a number; see `models.rounded`.
+    rounded_to: one of `models.rounded.NAMES`, or None.
     source: what to call the file in the error.
   """
 
-  def bytes_of(entry: Entry) -> int:
-    is_byte = is_rounded and rounded.is_rounded(entry.path)
-    return math.prod(entry.shape) * (1 if is_byte else jnp.dtype(dtype).itemsize)
+  def bytes_of(entry: Entry) -> float:
+    of_rounded = rounded.bytes_per_number(entry.path, rounded_to) if rounded_to else None
+    return math.prod(entry.shape) * (of_rounded or jnp.dtype(dtype).itemsize)
 
   needed = sum(bytes_of(entry) for name, entry in table.entries.items() if name not in table.optional)
   free = device.free_memory_bytes()  # of this process
   if free is not None and needed > free * jax.process_count():
     raise ValueError(
-      f"{source} needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free: load it with dtype='bfloat16' or "
-      "'int8', or end other programs."
+      f"{source} needs {needed / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free: load it with dtype='bfloat16', "
+      "'int8' or 'int4', or end other programs."
     )
 
 
