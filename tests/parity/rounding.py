@@ -1,4 +1,4 @@
-"""Compare a target in 8 bits with the same in float32 on questions: logits, greedy choices, perplexity, and tau.
+"""Compare a target in 8 or 4 bits with the same in float32 on questions: logits, greedy choices, perplexity, and tau.
 
 python tests/parity/rounding.py --num_questions=5   # extra: demo
 
@@ -19,11 +19,13 @@ import eagle_jax
 from eagle_jax.bench import questions
 from eagle_jax.bench.measure import gap_at_divergence
 from eagle_jax.decode.generate import Generation
+from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
 from eagle_jax.sampling import Sampling
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('target', 'smollm2-135m-instruct', 'Target: a known name, a .gguf file or a Hugging Face folder.')
+flags.DEFINE_enum('dtype', 'int8', rounded.NAMES, "The target's dtype that is compared with float32.")
 flags.DEFINE_string('drafter', 'smollm2-135m-eagle2', 'Drafter: a shipped name or a folder.')
 flags.DEFINE_string('questions', str(questions.QUESTIONS), 'Folder with TASK.jsonl files.')
 flags.DEFINE_list('tasks', None, 'Names of tasks, separated by commas; default all in the folder.')
@@ -48,7 +50,7 @@ def tau(generated: Sequence[Generation]) -> float:
 
 
 def main(_: Sequence[str]) -> None:
-  targets = {dtype: eagle_jax.load_target(FLAGS.target, dtype=dtype) for dtype in ('float32', 'int8')}
+  targets = {dtype: eagle_jax.load_target(FLAGS.target, dtype=dtype) for dtype in ('float32', FLAGS.dtype)}
   exact, _ = targets.values()
   drafters = {dtype: eagle_jax.load_drafter(FLAGS.drafter, target) for dtype, target in targets.items()}
   tasks = FLAGS.tasks or questions.tasks_in(FLAGS.questions)
@@ -58,8 +60,9 @@ def main(_: Sequence[str]) -> None:
   for prompt in tqdm(prompts, desc='reading'):
     tokens = eagle_jax.generate(exact, drafters['float32'], [prompt], max_new_tokens=FLAGS.max_new_tokens).tokens[0]
     logits = {dtype: answer_logits(one, [*prompt, *tokens], len(tokens)) for dtype, one in targets.items()}
-    errors.append(np.abs(logits['int8'] - logits['float32']).max() / np.abs(logits['float32']).max())
-    same += (logits['int8'].argmax(axis=1) == logits['float32'].argmax(axis=1)).tolist()
+    ours, of_floats = logits[FLAGS.dtype], logits['float32']
+    errors.append(np.abs(ours - of_floats).max() / np.abs(of_floats).max())
+    same += (ours.argmax(axis=1) == of_floats.argmax(axis=1)).tolist()
     for dtype, logits_NV in logits.items():
       log_p_NV = jax.nn.log_softmax(logits_NV)
       nats[dtype] += (-np.asarray(log_p_NV)[np.arange(len(tokens)), tokens]).tolist()
