@@ -57,7 +57,7 @@ def drawn(rule, children: list[int], sampling: dict) -> np.ndarray:
 
 def excess(share_V: np.ndarray, expected_V: np.ndarray) -> float:
   """Compute the total variation between the two, over the expected one of so many exact draws."""
-  usual = np.sqrt(2 * expected_V * (1 - expected_V) / (np.pi * NUM_DRAWS)).sum() / 2
+  usual = np.sqrt(2 * expected_V * np.maximum(1 - expected_V, 0) / (np.pi * NUM_DRAWS)).sum() / 2
   return np.abs(share_V - expected_V).sum() / 2 / max(usual, 1e-9)
 
 

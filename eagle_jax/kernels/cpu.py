@@ -30,7 +30,10 @@ from eagle_jax.device import cpu_features, precision
 from eagle_jax.files import cache_folder, make_private, replacing
 from eagle_jax.sharding import num_devices
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ('cpu.cc', 'cpu_attention.h', 'cpu_matmul.h', 'cpu_norm.h'))
+SOURCES = tuple(
+  Path(__file__).with_name(name)
+  for name in ('cpu.cc', 'cpu_attention.h', 'cpu_matmul.h', 'cpu_norm.h', 'cpu_threads.h')
+)
 VARIABLE = 'EAGLE_JAX_KERNELS'
 CHOICES = 'compiled', 'xla'
 COMPILERS = 'g++', 'clang++'

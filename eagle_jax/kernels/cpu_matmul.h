@@ -2,22 +2,19 @@
 //
 // Each weight is read from memory once, while all columns use it. Weights of 8 and 4 bits meet columns that are rounded
 // to 16, each block of kBlock inputs of a column in a unit of its own: their products are summed as integers, exactly. Of
-// weights of 4 bits, kGroup inputs share a scale and an offset. Floats are summed in kLanes parts, part k of the inputs whose number is k modulo kLanes, and the parts are added in one fixed
-// order. So a column's result does not depend on how many columns stand beside it, to the last bit.
+// weights of 4 bits, kGroup inputs share a scale and an offset. Floats are summed in kLanes parts, part k of the inputs
+// whose number is k modulo kLanes, and the parts are added in one fixed order. So a column's result does not depend on how
+// many columns stand beside it, to the last bit.
 
 #ifndef EAGLE_CPU_MATMUL_H_
 #define EAGLE_CPU_MATMUL_H_
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -26,11 +23,9 @@
 #include <immintrin.h>
 #endif
 
-#include "xla/ffi/api/ffi.h"
+#include "cpu_threads.h"
 
 namespace {  // a process may load libraries of several versions
-
-namespace ffi = xla::ffi;
 
 #if defined(__AVX512BW__)
 constexpr int kLanes = 16;
@@ -47,7 +42,6 @@ constexpr size_t kGroup = 32;           // numbers of 4 bits that share a scale 
 constexpr size_t kBlock = 1024;          // inputs that share a unit: their sums fit 32 bits on every machine
 constexpr float kLargest = 32767;        // of 16 bits, to both sides
 constexpr size_t kChunkBytes = 1 << 16;  // of weights, that a thread takes at a time
-constexpr int kSpins = 4096;             // before a waiting thread lets others run
 
 using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
 using Ints = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t))));
@@ -329,34 +323,6 @@ void MultiplyChunk(const Product<Weight>& p, size_t begin, size_t end) {
   }
 }
 
-// What threads share. It outlives the call: a task may begin when all chunks are taken and the call has returned, and
-// then touches nothing else.
-struct Shared {
-  std::atomic<size_t> next{0}, done{0};
-};
-
-// Runs `chunk(0)` to `chunk(count - 1)`, here and on the pool's threads. Waits for chunks that a thread has begun, and
-// never for a task that none has.
-void InParallel(ffi::ThreadPool pool, size_t count, const std::function<void(size_t)>& chunk) {
-  const size_t helpers = std::min<size_t>(count, std::max<int64_t>(pool.num_threads(), 1)) - 1;
-  if (helpers == 0) {
-    for (size_t i = 0; i < count; ++i) chunk(i);
-    return;
-  }
-  const auto shared = std::make_shared<Shared>();
-  const auto work = [shared, count, &chunk] {
-    for (size_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      chunk(i);
-      shared->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  for (size_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
-  work();
-  for (int spin = 0; shared->done.load(std::memory_order_acquire) < count; ++spin) {
-    if (spin >= kSpins) std::this_thread::yield();
-  }
-}
-
 template <typename Weight>
 void Multiply(ffi::ThreadPool pool, const Product<Weight>& p) {
   const size_t row_bytes = p.width * sizeof(Weight);
@@ -440,7 +406,8 @@ void MultiplyAll(ffi::ThreadPool pool, const void* weight, const float* scale, c
       for (int c = 0; c < count; ++c) transposed[c * stride + i] = x[i * columns + first + c];
     }
     Product<float> p{};
-    p.scale = scale, p.offset = offset, p.rows = rows, p.width = width, p.x = transposed, p.x_stride = stride, p.columns = count;
+    p.scale = scale, p.offset = offset, p.rows = rows, p.width = width;
+    p.x = transposed, p.x_stride = stride, p.columns = count;
     p.y = y + first, p.y_stride = columns, p.y_step = 1;
     MultiplyColumns(pool, static_cast<const Weight*>(weight), scratch, p);
   }
