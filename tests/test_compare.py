@@ -93,6 +93,7 @@ def replayed(target, drafter, grown, policy) -> Replayed:
   return replay(held, policy, policy.arrays(COSTS, target, drafter), max_new_tokens=NUM_NEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_replay_matches_decoding(target, drafter, examples, grown, policy):
   found = replayed(target, drafter, grown, policy)
@@ -183,6 +184,7 @@ def test_a_classifier_learns_how_likely_nodes_are_accepted():
     fit(Labelled(inputs_n3[:9], np.zeros(9, bool)))
 
 
+@pytest.mark.slow
 def test_a_classifier_is_fitted_to_a_pair_and_stored_with_its_costs(target, drafter, monkeypatch, tmp_path):
   monkeypatch.setattr(compare, 'WIDTHS', (2,))
   monkeypatch.setattr(compare, 'DEPTHS', (3,))
@@ -251,6 +253,7 @@ def rows(target, drafters):
     return found + compare.decode_best(target, drafters, ASKED, found, num_best=1, max_new_tokens=8)
 
 
+@pytest.mark.slow
 def test_every_policy_has_a_row_at_every_temperature(rows):
   kinds = {(row.series, row.kind, row.temperature) for row in rows if not row.measured}
   for series in ('drafter', 'drafter + lookup', 'ngram'):

@@ -54,6 +54,7 @@ def fields(out, *, names=STATS):
   return out.tokens, out.num_accepted, {name: out.stats[name] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sampling', SAMPLINGS)
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda policy: type(policy).__name__)
 def test_refill_matches_single_sequence(target, prompts, policy, sampling):

@@ -244,6 +244,7 @@ def test_measured_device_rates_are_work_over_the_least_time(monkeypatch):
     assert rate() == work / 0.5
 
 
+@pytest.mark.slow
 def test_random_pair_decodes_and_shares_its_first_ids():
   target, drafter = random_pairs.random_pair('tiny', dtype='bfloat16', draft_vocab_size=100)
   assert {str(x.dtype) for x in jax.tree.leaves((target.params, drafter.params))} == {'bfloat16', 'int32'}
@@ -309,6 +310,7 @@ def test_adaptive_policy_drafts_and_verifies_what_its_threshold_allows(here, tok
   assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == work
 
 
+@pytest.mark.slow
 def test_trace_of_adaptive_policy_matches_decoding(here):
   target, drafter, policy = tiny.target(), tiny.drafter(), COSTS.policies[0].policy
   cost_store.write(COSTS)
@@ -409,6 +411,7 @@ def test_loops_compile_in_parallel_for_the_mesh(monkeypatch):
   assert bars == [{'desc': 'compiling', 'total': 4}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('num_compilers', [1, 3])
 def test_step_times_of_several_specs_are_finite(monkeypatch, num_compilers):
   monkeypatch.setattr(timing, 'num_compilers', lambda: num_compilers)

@@ -162,6 +162,7 @@ def test_columns_of_bytes_are_rounded_block_by_block(compiled):
   np.testing.assert_allclose(near, exact, rtol=0, atol=5e-5 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('needed', 'machine'), [
   ('', '-march=x86-64'),
   (' avx2 ', '-march=haswell -mtune=znver3'),  # GCC's tuning for AMD rounds some sums of products once, others twice
@@ -425,6 +426,7 @@ def test_a_compiler_that_writes_no_library(tmp_path, monkeypatch, caplog):
   assert serves_xla(caplog, '.so')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('right', 'wrong', 'what'), [
   ('A::Add(', 'if (kColumns != 3) A::Add(', 'multiplies float32 by 3 columns'),
   ('sum == 0 ? 0 :', 'sum == 0 || a.width > 40 ? 0 :', 'attends'),
@@ -483,6 +485,7 @@ print(cpu.library())
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once(folder, tmp_path):
   environment = os.environ | {'EAGLE_JAX_CACHE': str(tmp_path), cpu.VARIABLE: 'compiled', 'JAX_PLATFORMS': 'cpu'}
   environment['PYTHONPATH'] = str(TESTS.parent)

@@ -110,6 +110,7 @@ def test_generate_matches_plain_decoding(target, drafter, plain, policy):
     assert (out.stats['nodes_per_pass'], out.stats['levels_per_pass']) == (policy.num_nodes, policy.max_depth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('policy', 'other'), RULED, ids=lambda p: p.describe() if hasattr(p, 'describe') else '')
 def test_rules_change_no_text_and_their_numbers_compile_nothing(target, drafter, plain, policy, other):
   """With the other number the rule never stops, or offers fewer siblings."""

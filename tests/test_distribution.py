@@ -110,12 +110,14 @@ def test_draws_follow_the_target(policy, index):
   assert worst(drawn, exact_of(index)) < 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('number', range(len(RULED)), ids=lambda i: RULED[i].describe())
 def test_draws_of_trees_by_rules_follow_the_target(number):
   index = number % len(SAMPLINGS)
   assert worst(draws(RULED[number], SAMPLINGS[index], seed=index), exact_of(index)) < 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('make', 'policy'),
   [

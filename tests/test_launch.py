@@ -253,6 +253,7 @@ def examined(byte_level_target, tmp_path_factory):
   return [f'--target={byte_level_target}', *questions], folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('drafter', 'code', 'kinds'), [('random', 1, ['untrained']), ('ngram', 0, [])])
 def test_the_doctor_s_exit_code_says_whether_something_is_wrong(examined, drafter, code, kinds):
   flags, folder = examined

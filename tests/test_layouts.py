@@ -139,6 +139,7 @@ def test_so_do_those_of_eagle_1_and_2(target, tmp_path, layout, changes):
   assert hub.load_drafter(tmp_path / 'ours', target).config == drafter.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'changes',
   [

@@ -43,6 +43,7 @@ def plain(target):
   return [decode.generate(target, None, PROMPTS, max_new_tokens=NUM_NEW, eos_ids=(), **how) for how in SAMPLINGS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_a_smaller_model_changes_no_text(target, small, plain, policy):
   drafter = as_drafter(small, target)

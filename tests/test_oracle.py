@@ -192,6 +192,7 @@ def test_speculative_matches_plain_decoding(policy):
   assert seen == set(range(policy.max_depth + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('policy', RULED, ids=lambda p: p.describe())
 def test_trees_by_rules_match_plain_decoding(policy):
   full = DynamicTree(*dataclasses.astuple(policy)[:4])

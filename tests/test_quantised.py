@@ -80,6 +80,7 @@ def eagle3():
   return Drafter(config, Eagle3(config).init_params(jax.random.key(0)) | own | {'ids': jnp.arange(config.vocab_size)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', [tiny.drafter, lambda: tiny.drafter().first_ids(40), eagle3])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_the_text_is_that_of_plain_decoding(kind, temperature):

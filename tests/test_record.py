@@ -62,6 +62,7 @@ def require_consistent(out, prompts=PROMPTS):
     assert text == prompt + tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_a_traced_text_is_the_text(target, drafter, policy, temperature):

@@ -80,6 +80,7 @@ def ends_inside_a_path(tokens: list[int], num_accepted: list[int]) -> bool:
   return sum(num_accepted) + len(num_accepted) == len(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
 @pytest.mark.parametrize('policy', POLICIES, ids=lambda p: p.describe())
 def test_trace_matches_decoding(target, drafter, policy, sampling):

@@ -91,6 +91,7 @@ def test_a_matrix_without_whole_groups_is_refused():
     rounded.rounded_target(target, 'int4')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 @pytest.mark.parametrize('name', rounded.NAMES)
 def test_a_rounded_target_decodes_its_own_text(is_bytes, name, temperature):

@@ -109,6 +109,7 @@ def eagle3() -> Drafter:
   return Drafter(EAGLE3, params | {'ids': jnp.arange(60, dtype=jnp.int32)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sampling', tiny.SAMPLINGS, ids=['greedy', 'sampled'])
 def test_recorded_text_with_taps_gives_the_acceptance_of_decoding(target, tapping, sampling):
   for drafter in (tapping, eagle3()):
@@ -167,6 +168,7 @@ def recorded(taps: tuple[int, ...]):
   return make_examples(target, drafter, answers[:12])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', FEW)
 def test_heads_with_taps_learn_and_resume(target, tapping, tmp_path, monkeypatch, kind):
   """In one run: every parameter learns; a run begun again ends as before; the drafter loads.
