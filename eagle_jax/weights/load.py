@@ -109,7 +109,8 @@ def assemble(
     value = _with_other_parts(value, entry, begun)
     parts_left[entry.path] -= 1
     if not parts_left[entry.path]:
-      _insert(params, entry.path, place(entry.path, value) if place else place_param(value, entry.path, mesh))
+      leaf = place(entry.path, value) if place else place_param(value, entry.path, mesh)
+      _insert(params, entry.path, jax.block_until_ready(leaf))  # else a busy machine holds several copies at a time
       begun.pop(entry.path, None)
   _require_no_faults(faults, seen, table, source)
   return params
