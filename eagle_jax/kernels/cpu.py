@@ -40,7 +40,7 @@ COMPILERS = 'g++', 'clang++'
 FLAGS = '-std=c++17', '-O3', '-march=native', '-ffp-contract=fast', '-shared', '-fPIC'
 OPERATIONS = 'matmul', 'attention', 'norm'
 MAX_COLUMNS = 16  # that float32's kernels are faster for
-_MAX_SECONDS = 120.0  # for the compiler, which takes five on an idle machine
+_MAX_SECONDS = 120.0  # for the compiler, which takes eight on an idle machine
 _MAX_LINES = 20  # of what it says
 
 log = logging.getLogger('eagle_jax')
@@ -55,7 +55,7 @@ def is_usable() -> bool:
 
 
 def is_supported(weight_OI: jax.Array, x_IR: jax.Array) -> bool:
-  """Return whether `multiply` takes these operands on this machine."""
+  """Return whether a product of this kind of weights, floats or packed ones, takes these operands on this machine."""
   is_few = weight_OI.dtype == x_IR.dtype == jnp.float32 and x_IR.shape[1] <= MAX_COLUMNS
   return (is_few or weight_OI.dtype in (jnp.int8, jnp.uint8)) and is_usable()
 

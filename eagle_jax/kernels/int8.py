@@ -3,7 +3,7 @@
 A drafter's products may round the columns to 8 bits as well, since the text is the target's whatever is drafted. A
 target's never do: rounding would turn the 1e-7 by which passes of different shapes differ into 1e-2, and trees would
 diverge from plain decoding. The kernels of `cpu.cc` round them to 16 bits, in steps of 3e-5 of a column's largest
-number, and no pass differs from another there.
+number, where passes of few columns do not differ at all (`kernels/README.md`).
 """
 
 import dataclasses
