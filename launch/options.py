@@ -4,6 +4,7 @@ import dataclasses
 
 import acceptance
 import common
+import switches
 from absl import flags
 
 from eagle_jax.policy.kinds import KINDS
@@ -29,7 +30,7 @@ flags.DEFINE_integer('num_nodes', None, f'Number of tree nodes, root included {w
 flags.DEFINE_integer('max_depth', None, f'Edges from root to deepest leaf {where("max_depth")}.', lower_bound=1)
 flags.DEFINE_integer('width', None, f'Number of nodes expanded at each level {where("width")}.', lower_bound=1)
 flags.DEFINE_integer('fanout', None, f'Number of children of each node {where("fanout")}.', lower_bound=1)
-flags.DEFINE_bool('lookup', None, f'Also draft tokens that followed earlier matches in the text {where("lookup")}.')
+switches.DEFINE_switch('lookup', 'route', f'Draft what followed earlier matches; route: long ones {where("lookup")}.')
 flags.DEFINE_float('least_log_mass', None, f'Least log-probability of a level to draft on {where("least_log_mass")}.')
 flags.DEFINE_float('scale', None, f'Square of the share rejected, over entropy in nats {where("scale")}.')
 flags.DEFINE_float('most_rejected', None, f'Largest sqrt(scale * entropy) to draft on {where("most_rejected")}.')

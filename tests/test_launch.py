@@ -69,7 +69,7 @@ def launch(name, *flags):
     ([], '--prompt or --batch_file'),
     (['--prompt=a', '--batch_size=2'], '--batch_size goes with --batch_file only'),
     (['--prompt=hello', '--policy=static', '--width=3'], "--policy=static does not take ['width']"),
-    (['--prompt=hello', '--lookup'], "--policy=auto does not take ['lookup']"),
+    (['--prompt=hello', '--lookup=route'], "--policy=auto does not take ['lookup']"),
     (['--batch_file=no/such/file'], 'No file of prompts at no/such/file'),
     (['--prompt', 'What', 'is this?'], "got ['is this?']"),
     (['--prompt=hello', '--cluster=here'], "'auto' or HOST:PORT,NUMBER,INDEX, got 'here'"),
@@ -92,6 +92,11 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, complaint):
   assert done.stderr.count('error:') == 1
   assert complaint in done.stderr
   assert 'Traceback' not in done.stderr
+
+
+def test_a_switch_with_one_more_value_names_what_it_takes():
+  done = launch('generate', '--prompt=hello', '--lookup=other')
+  assert '--lookup=other: true, false or route is needed' in done.stderr
 
 
 @pytest.mark.parametrize(

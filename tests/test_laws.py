@@ -247,6 +247,7 @@ def test_policy_descriptions_and_equality():
     (lambda: Chain(0), '`max_depth` = 0'),
     (lambda: Chain(5000), 'Chain: `max_depth`.* 256.* 5000'),
     (lambda: Chain(lookup=None), 'Chain: `lookup`.* None'),
+    (lambda: Chain(lookup=1.0), "Chain: `lookup`.*'route'.* 1.0"),
     (lambda: StaticTree([(0,) * n for n in range(1, 258)]), 'StaticTree: `max_depth`.* 256.* 257'),
     (lambda: StaticTree(3), 'StaticTree: `paths`.* 3'),
     (lambda: StaticTree([(0.5,)]), r'StaticTree: `paths`.* \[\(0.5,\)\]'),

@@ -1,5 +1,7 @@
 """Lookup in the text: the longest earlier match, what followed it, and its effect on a drafter's children."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,8 @@ import pytest
 
 import tiny
 from eagle_jax import decode
-from eagle_jax.draft.lookup import MAX_MATCH, WEIGHTS, Evidence, TextLookup
-from eagle_jax.policy.trees import Chain, DynamicTree
+from eagle_jax.draft.lookup import MAX_MATCH, ROUTE, WEIGHTS, Evidence, TextLookup
+from eagle_jax.policy.trees import LOOKUPS, Chain, DynamicTree
 from eagle_jax.tree import NO_TOKEN
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [30, 31, 32, 33, 34], [9, 9, 9, 9, 8, 7]]
@@ -91,11 +93,31 @@ def test_evidence_raises_one_logit(pair, token):
   np.testing.assert_allclose(children.log_p[0, 0], log_p[order], atol=1e-5)
 
 
-@pytest.mark.parametrize('policy', [Chain(4, lookup=True), DynamicTree(3, 3, 4, 9, lookup=True)])
+def test_a_route_leads_along_long_matches_and_nowhere_else(pair):
+  """A match of 5 tokens outweighs any logit, also of a token outside the draft vocabulary; one of 4 says nothing."""
+  text = [1, 2, 3, 4, 5, 50, 1, 2, 3, 4, 5]
+  long, short = (TextLookup(jnp.asarray([text[first:]]), jnp.asarray([10 - first])) for first in (0, 1))
+  found = [lookup.find_next(lookup.match(), ROUTE) for lookup in (long, short)]
+  assert [one.token.item() for one in found] == [50, NO_TOKEN]
+  assert [one.weight.item() for one in found] == [ROUTE[0], 0]
+
+  params, spec = decode.build(*pair, policy=Chain(1, lookup='route'))
+  out_D11 = 20 * jax.random.normal(jax.random.key(0), (tiny.DRAFTER.width, 1, 1))
+  shared = params.drafter, out_D11, lambda token_XB: 0.01 * token_XB.astype(jnp.float32), 3
+  routed, unrouted, alone = (spec.drafter.top_children(*shared, evidence) for evidence in (*found, None))
+  assert routed.token[0, 0, 0] == 50
+  assert routed.log_p[0, 0, 0] > -1e-6
+  assert unrouted.token.tolist() == alone.token.tolist()
+  np.testing.assert_allclose(unrouted.log_p, alone.log_p, atol=1e-6)
+
+
+@pytest.mark.parametrize('lookup', [True, 'route'])
+@pytest.mark.parametrize('policy', [Chain(4), DynamicTree(3, 3, 4, 9)], ids=lambda p: p.describe())
 @pytest.mark.parametrize('temperature', [0.0, 0.7])
-def test_lookup_changes_no_text(pair, policy, temperature):
+def test_lookup_changes_no_text(pair, policy, temperature, lookup):
   how = {'max_new_tokens': NUM_NEW, 'temperature': temperature, 'eos_ids': (), 'seed': 3}
   plain = decode.generate(pair[0], None, PROMPTS, **how)
+  policy = dataclasses.replace(policy, lookup=lookup)
   assert decode.generate(*pair, PROMPTS, policy=policy, **how).tokens == plain.tokens
 
 
@@ -105,6 +127,6 @@ def test_lookup_drafts_repeated_tokens_outside_the_draft_vocabulary(pair):
     lookup: decode.generate(*pair, PROMPTS, max_new_tokens=NUM_NEW, eos_ids=(), policy=Chain(4, lookup=lookup)).stats[
       'num_target_passes'
     ]
-    for lookup in (False, True)
+    for lookup in LOOKUPS
   }
-  assert passes == {False: 141, True: 66}
+  assert passes == {False: 141, True: 66, 'route': 85}

@@ -201,9 +201,11 @@ def flags_of_launchers() -> set[str]:
   names = set()
   for path in (ROOT / 'launch').glob('*.py'):
     for node in ast.walk(ast.parse(text_of(path))):
-      if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith('DEFINE_'):
+      if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        continue
+      if node.func.attr.startswith('DEFINE_') and isinstance(node.args[0], ast.Constant):
         name = node.args[0].value
-        names |= {name, f'no{name}'} if node.func.attr == 'DEFINE_bool' else {name}
+        names |= {name, f'no{name}'} if node.func.attr in ('DEFINE_bool', 'DEFINE_switch') else {name}
   return names
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.bench.comparison import Row, merit
+from eagle_jax.bench.comparison import LOOKUP_WORDS, Row, merit
 from eagle_jax.bench.measure import generate_warm
 from eagle_jax.bench.questions import Question, tokenizer_of
 from eagle_jax.decode.auto import find_costs
@@ -34,7 +34,7 @@ from eagle_jax.policy.gap import GapTree
 from eagle_jax.policy.rate import RateTree
 from eagle_jax.policy.sure_mass import SureMass
 from eagle_jax.policy.svip import SVIP
-from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree, TreePolicy, level_starts
+from eagle_jax.policy.trees import LOOKUPS, Chain, DynamicTree, Plain, StaticTree, TreePolicy, level_starts
 
 NUM_NODES = (2, 4, 8, 16, 26, 32, 64)
 WIDTHS = (2, 4, 10)
@@ -47,7 +47,7 @@ ACCEPTED = (0.02, 0.05, 0.1, 0.2)  # C2T
 THRESHOLDS = (1.0, 1.5, 2.0, 3.0)  # adaptive: tokens that a plain step's time must bring
 
 
-def candidates(*, lookup: bool, costs: Costs | None, num_nodes: Sequence[int] = NUM_NODES) -> list[TreePolicy]:
+def candidates(*, lookup: bool | str, costs: Costs | None, num_nodes: Sequence[int] = NUM_NODES) -> list[TreePolicy]:
   """List the policies to compare, of at most `max(num_nodes)` nodes, for which these costs hold enough."""
   chains = [Chain(n - 1, lookup) for n in num_nodes]
   trees = [
@@ -56,6 +56,8 @@ def candidates(*, lookup: bool, costs: Costs | None, num_nodes: Sequence[int] = 
     if _can_grow(width, depth, n)
   ]
   shortest = [DynamicTree(n - 1, n - 1, 1, n, lookup) for n in num_nodes if n == 2]
+  if lookup == 'route':  # other rules combine with it as with lookup
+    return [*chains, *shortest, *trees]
   widest = WIDTHS[-1]
   stopping: list[TreePolicy] = []
   for n in (n for n in STOPPING_NODES if n <= max(num_nodes)):
@@ -142,7 +144,7 @@ def compare(
   num_nodes: Sequence[int] = NUM_NODES,
   progress: Callable = lambda x, **_: x,
 ) -> list[Row]:
-  """Replay every policy with every drafter, with lookup and without, on the target's own answers.
+  """Replay every policy with every drafter, without lookup and with each form of it, on the target's own answers.
 
   Args:
     target: answers the questions.
@@ -164,13 +166,13 @@ def compare(
     examples = make_examples(target, drafter, answers, dtype=jnp.float32)
     costs = next((one for one in known if one.drafter == drafter.config.name), None)
     times = known[0].times[0] if known else None  # verification is the target's, whatever drafts
-    for lookup in (False, True) if drafter_kind(drafter.config).has_logits else (False,):
+    for lookup in LOOKUPS if drafter_kind(drafter.config).has_logits else (False,):
       policies = candidates(lookup=lookup, costs=costs, num_nodes=num_nodes)
       reduced = drafter if costs is None else drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
       fitting = [policy for policy in policies if max(policy.fanouts) <= reduced.config.num_ids]
       fitting += [] if rows else [Plain()]
       sets = grow_all(target, reduced, examples, fitting, costs=costs)
-      for positions, own in progress(sets, desc=f'{drafter.config.name}{", lookup" * lookup}'):
+      for positions, own in progress(sets, desc=drafter.config.name + LOOKUP_WORDS[lookup]):
         for policy in own:
           replayed = replay(positions, policy, policy.arrays(costs, target, reduced), max_new_tokens=max_new_tokens)
           rows += rows_of(drafter.config.name, replayed, examples, tasks, times, is_free=not drafter.params)

@@ -10,6 +10,7 @@ from eagle_jax.policy.kinds import kind_of
 from eagle_jax.policy.trees import TreePolicy
 
 CYCLES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0)  # plain steps
+LOOKUP_WORDS = {False: '', True: ' + lookup', 'route': ' + route'}
 FIXED = 'chain', 'dynamic', 'static', 'gap'  # kinds that always verify `num_nodes`
 
 
@@ -34,8 +35,8 @@ class Row:
 
   @property
   def series(self) -> str:
-    """Name the drafter, and whether it looks things up."""
-    return f'{self.drafter} + lookup' if self.policy.lookup else self.drafter
+    """Name the drafter, and how it looks things up."""
+    return self.drafter + LOOKUP_WORDS[self.policy.lookup]
 
   def to_json(self) -> dict[str, Any]:
     names = 'drafter', 'kind', 'tau', 'nodes', 'passes', 'rate', 'temperature', 'measured'

@@ -10,7 +10,7 @@ from eagle_jax.decode.auto import Resolved, resolve_policy
 from eagle_jax.decode.state import Params, Spec
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of
-from eagle_jax.draft.lookup import WEIGHTS
+from eagle_jax.draft.lookup import ROUTE, WEIGHTS
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.kernels.int8 import Quantised, round_to_int8
 from eagle_jax.models.transformer import Target
@@ -75,7 +75,8 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
     )
   params = drafter.params | _borrowed(target, drafter)
   if kind.has_logits:
-    weights = (costs and costs.lookup_weights) or WEIGHTS
+    fitted = (costs and costs.lookup_weights) or WEIGHTS
+    weights = ROUTE if policy.lookup == 'route' else (*fitted, *WEIGHTS[len(fitted) :])  # older costs hold two
     params['lookup_weights'] = _place('lookup_weights', np.asarray(weights, np.float32), target)
   network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
   spec = Spec(network, kind.network(drafter.config, drafter.dtype or target.dtype), policy.static(), chooser)

@@ -78,7 +78,7 @@ class Eagle:
 
   Its params are `fc` and `layer`, and by reference the target's `embed` [V, D] and `head` [U, D], with `ids` [U] i32,
   the target ids that the head scores. With a draft vocabulary, U < V and `whole_head` [V, D] is the target's full head.
-  All matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [2] f32, where given, replaces the
+  All matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [3] f32, where given, replaces the
   defaults of `draft.lookup`; `logit_divisor` [] f32 is what the target divides its logits by.
   """
 

@@ -2,8 +2,9 @@
 
 Prompt lookup decoding (Saxena, 2023) drafts only that token; SAM-Decoding (arXiv:2411.10666) chooses between it and a
 drafter's tree by the length of the match. Here the match is evidence that raises one logit of the drafter. Both
-predictions end in one distribution, so tree policies, noise and calibration work unchanged. `draft.ngram` drafts from
-the matches alone.
+predictions end in one distribution, so tree policies, noise and calibration work unchanged. With the numbers of `ROUTE`
+a long match decides alone, and a short one says nothing: that is SAM-Decoding's choice, made anew at every node.
+`draft.ngram` drafts from the matches alone.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 from eagle_jax.tree import NO_TOKEN
 
 MAX_MATCH = 16  # tokens; a longer match counts as this many
-# (first, growth): a match of m tokens raises a logit by first + growth * ln(m) nats. Fitted on 70 greedy answers of
-# SmolLM2-135M-Instruct; a cost file may hold others for its pair.
-WEIGHTS = 1.5, 2.0
+# (first, growth, least): a match of m tokens raises a logit by first + growth * ln(m) nats, if m is at least `least`.
+# Fitted on 70 greedy answers of SmolLM2-135M-Instruct; a cost file may hold others for its pair.
+WEIGHTS = 1.5, 2.0, 1.0
+ROUTE = 60.0, 0.0, 5.0  # so many nats outweigh any logit
 
 
 class Evidence(NamedTuple):
@@ -65,18 +67,19 @@ class TextLookup(NamedTuple):
 
     Args:
       match_BWS: [B, W, S] i32, matches of the paths.
-      weights: two f32 numbers, first and growth; see `WEIGHTS`.
+      weights: three f32 numbers; see `WEIGHTS`.
     """
     length_BW = match_BWS.max(axis=2)
     index_11S = jnp.arange(match_BWS.shape[2])[None, None]
     place_BW = jnp.where(match_BWS == length_BW[..., None], index_11S, 0).max(axis=2)
     token_BW = jnp.take_along_axis(self.text, place_BW + 1, axis=1, mode='clip')
-    is_found_BW = length_BW > 0
-    weight_BW = jnp.where(is_found_BW, match_weights(length_BW, weights), 0.0)
-    return Evidence(jnp.where(is_found_BW, token_BW, NO_TOKEN), weight_BW)
+    weight_BW = match_weights(length_BW, weights)
+    is_found_BW = weight_BW > -jnp.inf
+    return Evidence(jnp.where(is_found_BW, token_BW, NO_TOKEN), jnp.where(is_found_BW, weight_BW, 0.0))
 
 
 def match_weights(length: jax.Array, weights: Sequence[Any] | jax.Array = WEIGHTS) -> jax.Array:
-  """Return what matches of these lengths, i32, add to a logit: f32 nats, -inf for 0; `weights` as in `find_next`."""
-  first, growth = weights
-  return jnp.where(length > 0, first + growth * jnp.log(jnp.maximum(length, 1).astype(jnp.float32)), -jnp.inf)
+  """Return what matches of so many tokens add to a logit, f32 nats; -inf if too short. `weights` as in `find_next`."""
+  first, growth, least = weights
+  length = length.astype(jnp.float32)
+  return jnp.where(length >= jnp.maximum(least, 1), first + growth * jnp.log(jnp.maximum(length, 1)), -jnp.inf)

@@ -34,7 +34,7 @@ class Whole(TreePolicy):
   """Grow the trees of another policy to their full depth, and verify none of their nodes."""
 
   policy: TreePolicy
-  lookup: bool = False
+  lookup: bool | str = False
   needs_entropy: ClassVar[bool] = True
   num_nodes = 1
 

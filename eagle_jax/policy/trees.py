@@ -26,6 +26,7 @@ EAGLE1_PATHS = (
   *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 
+LOOKUPS = False, True, 'route'  # see `TreePolicy.lookup`
 MAX_DEPTH = 256  # every level is one drafter pass in every step, so deeper trees never pay off
 
 
@@ -59,7 +60,8 @@ class TreePolicy:
   name: ClassVar[str] = ''  # in descriptions and `policy.kinds`; '': the class's
   needs_costs: ClassVar[bool] = False  # whether `arrays` needs measured costs
   needs_entropy: ClassVar[bool] = False  # whether a rule reads entropies, which cost drafters a pass over their logits
-  lookup: Any = False  # whether earlier matches of the text raise the drafter's logits; see `draft.lookup`
+  # Whether earlier matches of the text raise the drafter's logits; 'route': long ones alone, and beyond all others.
+  lookup: Any = False  # see `draft.lookup`
 
   @property
   def max_depth(self) -> int:
@@ -153,7 +155,7 @@ def _is_count(n: Any) -> bool:
 
 
 def _require_valid(policy, *sizes: str) -> None:
-  """Raise a ValueError unless `sizes` are counts, `max_depth` is at most `MAX_DEPTH`, and `lookup` is a bool."""
+  """Raise a ValueError unless `sizes` are counts, `max_depth` at most `MAX_DEPTH`, and `lookup` one of `LOOKUPS`."""
   given = {size: getattr(policy, size) for size in sizes}
   if bad := {size: n for size, n in given.items() if not _is_count(n)}:
     fields = ', '.join(f'`{size}` = {n!r}' for size, n in bad.items())
@@ -161,7 +163,8 @@ def _require_valid(policy, *sizes: str) -> None:
   for size, n in given.items():  # Python integers: products of NumPy's small integers would overflow
     object.__setattr__(policy, size, int(n))
   require(policy, 'max_depth', policy.max_depth <= MAX_DEPTH, f'between 1 and {MAX_DEPTH}')
-  require(policy, 'lookup', isinstance(policy.lookup, bool), 'True or False')
+  is_known = isinstance(policy.lookup, (bool, str)) and policy.lookup in LOOKUPS
+  require(policy, 'lookup', is_known, "True, False or 'route'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +195,9 @@ class DynamicTree(TreePolicy):
     fanout: children that each of them offers.
     max_depth: edges from the root to the deepest leaf; the reference's `depth` is one less.
     num_nodes: nodes kept for the target pass, root included: the reference's `total_token`.
-    lookup: also draft what followed an earlier match of the text (`draft.lookup`; not part of EAGLE-2).
+    lookup: also draft what followed an earlier match of the text (`draft.lookup`; not part of EAGLE-2). With 'route' a
+      match of five tokens or more is drafted instead of what the drafter would say, and shorter ones are ignored
+      (SAM-Decoding, arXiv:2411.10666).
 
   Example:
     >>> eagle_jax.DynamicTree(width=4, fanout=4, max_depth=5, num_nodes=16).widths
@@ -205,7 +210,7 @@ class DynamicTree(TreePolicy):
   fanout: int = 10
   max_depth: int = 6
   num_nodes: int = 60
-  lookup: bool = False
+  lookup: bool | str = False
 
   def __post_init__(self):
     _require_valid(self, 'width', 'fanout', 'max_depth', 'num_nodes')
@@ -240,7 +245,7 @@ class Chain(TreePolicy):
   name: ClassVar[str] = 'chain'
 
   max_depth: int = 4
-  lookup: bool = False
+  lookup: bool | str = False
 
   def __post_init__(self):
     _require_valid(self, 'max_depth')
