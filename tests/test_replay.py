@@ -144,6 +144,19 @@ def test_only_the_first_answer_is_traced():
       first_answer(example._replace(is_answer=is_wrong))
 
 
+def test_short_prompts_are_not_padded_to_a_long_one(target, drafter, examples):
+  long = examples[0]
+  prompt = np.resize(long.token[:1], 60)
+  token, is_answer = (np.concatenate(x) for x in ([prompt, long.token], [prompt < 0, long.is_answer]))
+  long = Example(500, token, is_answer, np.resize(long.feature, (len(token) - 1, long.feature.shape[1])))
+  mixed = [*examples[:3], long, *examples[3:6]]
+  batches = [*replay.replay_batches(target, drafter, mixed, policy=Chain(1), num_rows=4)]
+  by_size = sorted((batch.state.text.shape[1], sorted(batch.numbers)) for batch in batches)
+  assert [numbers for _, numbers in by_size[-1:]] == [[3]]
+  assert sorted(number for _, numbers in by_size for number in numbers) == [*range(7)]
+  assert by_size[-1][0] > by_size[0][0]
+
+
 def test_trace_without_examples_is_refused(target, drafter):
   with pytest.raises(ValueError, match='`examples`.* none'):
     trace(target, drafter, [], policy=Chain(3), num_rows=5)

@@ -162,8 +162,12 @@ def compare(
   answers = record_answers(target, questions, temperatures, max_new_tokens=max_new_tokens, progress=progress)
   tasks = [question.task for question in questions] * len(temperatures)
   rows: list[Row] = []
+  by_taps: dict[tuple[int, ...], list[Example]] = {}
   for drafter in drafters:
-    examples = make_examples(target, drafter, answers, dtype=jnp.float32)
+    taps = drafter.config.tapped_layers(target.config.num_layers)
+    if taps not in by_taps:
+      by_taps[taps] = make_examples(target, drafter, answers, dtype=jnp.float32)
+    examples = by_taps[taps]
     costs = next((one for one in known if one.drafter == drafter.config.name), None)
     times = known[0].times[0] if known else None  # verification is the target's, whatever drafts
     for lookup in LOOKUPS if drafter_kind(drafter.config).has_logits else (False,):

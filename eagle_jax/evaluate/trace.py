@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.cache import KVCache, NewEntries
-from eagle_jax.decode.buckets import pad_prompts
+from eagle_jax.decode.buckets import group_by_length, pad_prompts
 from eagle_jax.decode.build import build
 from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.record import Cycle
@@ -154,8 +154,8 @@ def trace(
   """Count the drafted tokens that would be accepted along recorded answers.
 
   With weights and features in float32, `num_accepted` equals that of `generate`. In a conversation of several turns
-  only the first answer is traced. All batches share one shape, given by the longest prompt and the longest answer, so
-  the two programs are compiled once for each such shape and policy.
+  only the first answer is traced. Batches of prompts of similar length share one shape, so the two programs are
+  compiled once for each such shape and policy.
 
   Args:
     target: the target that gave the answers. Its embedding and head are read, its layers are not.
@@ -281,21 +281,24 @@ def replay_batches(
   costs: Costs | None = None,
   num_rows: int,
 ) -> Iterator[ReplayBatch]:
-  """Prefill recorded answers, `num_rows` at a time, the shortest first. Args and errors: as `trace` and `build`."""
+  """Prefill recorded answers, `num_rows` at a time, those to prompts of similar length together.
+
+  Args and errors: as `trace` and `build`.
+  """
   if not examples:
     raise ValueError('`examples` must hold at least one example, got none.')
   params, spec = build(target, drafter, policy=policy, costs=costs)
   require_recorded(target, drafter, examples)
   spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size, target.config.width))
   answers = [first_answer(example) for example in examples]
-  order = sorted(range(len(answers)), key=lambda number: answers[number].num_new)  # so that a batch ends together
-  max_prompt, max_new = max(a.num_prompt for a in answers), max(a.num_new for a in answers)
-  for start in range(0, len(order), num_rows):
-    numbers = order[start : start + num_rows]
-    chosen = [answers[number] for number in numbers]
-    yield ReplayBatch(
-      numbers, *_begin(params, spec, chosen, num_rows=num_rows, max_prompt=max_prompt, max_new=max_new), spec
-    )
+  sizes = {'num_rows': num_rows, 'max_new': max(answer.num_new for answer in answers)}
+  for group in group_by_length([answer.num_prompt for answer in answers]):
+    max_prompt = answers[group[0]].num_prompt
+    group.sort(key=lambda number: answers[number].num_new)  # so that a batch ends together
+    for start in range(0, len(group), num_rows):
+      numbers = group[start : start + num_rows]
+      chosen = [answers[number] for number in numbers]
+      yield ReplayBatch(numbers, *_begin(params, spec, chosen, max_prompt=max_prompt, **sizes), spec)
 
 
 def _begin(
