@@ -1,6 +1,6 @@
 """What taps and parts of the objective are worth, trained on from the shipped head on the same answers, same steps.
 
-    for variant in eagle2 taps five_steps noise lk length; do
+    for variant in eagle2 taps five_steps noise lk length second_stage; do
       python launch/train.py --config=configs/smollm2_taps_ablation.py --variant=$variant --prompts=PROMPTS.jsonl.gz \
         --out=runs/smollm2_taps --initial=smollm2-135m-eagle2 --report_every=100
     done
@@ -36,4 +36,5 @@ VARIANTS = {
   'noise': _recipe(perturbed_cross_entropy=0.5),  # the verifier's decision under its own noise
   'lk': _recipe(cross_entropy=0.0, top_k_cross_entropy=0.0, lk_hybrid=1.0),
   'length': _recipe(length_floor=0.5),  # D-PACE
+  'second_stage': {'RECIPE': dataclasses.replace(_recipe()['RECIPE'], second_stage=True)},  # of taps
 }

@@ -24,16 +24,15 @@ flags.DEFINE_string('variant', None, 'One of the VARIANTS of the configuration.'
 flags.DEFINE_string('initial', None, 'Drafter to start from: a shipped name or a folder; default: random weights.')
 flags.DEFINE_string('vocabulary', None, 'JSON file, {"ids": [...]}, of ids to draft; default: those most frequent.')
 flags.DEFINE_integer('report_every', 100, 'Number of steps between evaluations with a checkpoint.', lower_bound=1)
-flags.DEFINE_integer(
-  'num_model', 1, 'Number of devices that share one copy of the model; the others split the batch.', lower_bound=1
-)
+flags.DEFINE_bool('second_stage', False, 'Train on the places alone that decoding with the --initial drafter reaches.')
+flags.DEFINE_integer('num_model', 1, 'Number of devices that share a copy; the others split the batch.', lower_bound=1)
 flags.DEFINE_bool('dry_run', False, 'Compile the step from shapes and print bytes a device, without loading weights.')
 flags.DEFINE_bool('json', False, 'Print only JSON to standard output.')
 
 
 def main(_):
   cluster.join()
-  config = read_configuration(FLAGS.config, FLAGS.variant, shapes_alone=FLAGS.dry_run)
+  config = read_configuration(FLAGS.config, FLAGS.variant, shapes_alone=FLAGS.dry_run, second_stage=FLAGS.second_stage)
   mesh = make_mesh(num_model=FLAGS.num_model)
   if FLAGS.out is None and not FLAGS.dry_run:
     raise ValueError('--out is required: pass the run folder.')

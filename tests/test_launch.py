@@ -191,6 +191,15 @@ def test_a_variant_is_the_configuration_but_for_its_changes(tmp_path):
   assert variant == {**plain, 'NUM_TRACED': 3}
 
 
+def test_a_second_stage_is_the_configuration_but_for_the_places_it_trains_on(tmp_path):
+  path = configuration(tmp_path / 'own.py')
+  plain, second = read_configuration(path), read_configuration(path, second_stage=True)
+  assert second == {**plain, 'RECIPE': dataclasses.replace(plain['RECIPE'], second_stage=True)}
+  done = launch('train', f'--config={path}', f'--out={tmp_path / "run"}', '--second_stage')
+  assert done.returncode == 2
+  assert 'second_stage trains on the places that decoding with the first weights reaches' in done.stderr
+
+
 def test_a_dry_run_needs_the_target_s_configuration_alone(files, tmp_path):
   done = launch(
     'train', f'--config={configuration(tmp_path / "own.py", files[0].removeprefix("--target="))}', '--dry_run', '--json'

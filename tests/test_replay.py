@@ -20,6 +20,7 @@ from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import Traced, first_answer, observe, trace
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
+from eagle_jax.train.reached import mark_reached, replay_tree
 
 NUM_NEW = 24
 EOS_IDS = (0, 24, 48, 72, 96)
@@ -95,6 +96,26 @@ def test_trace_matches_decoding(target, drafter, policy, sampling):
   pairs = list(zip(generation.tokens, generation.num_accepted, strict=True))
   ends = {(tokens[-1] in EOS_IDS, ends_inside_a_path(tokens, accepted)) for tokens, accepted in pairs}
   assert ends == {(True, True), (True, False), (False, True), (False, False)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
+def test_places_that_decoding_reaches_are_those_of_its_passes(target, drafter, sampling, tmp_path):
+  how = {'max_new_tokens': NUM_NEW, 'row_ids': ROW_IDS, 'eos_ids': (), **sampling}
+  generation = generate(target, drafter, PROMPTS, policy=replay_tree(3), trace=True, **how)
+  examples = examples_of(target, generation, **sampling)
+  marked = mark_reached(target, drafter, examples, tmp_path, num_steps=3)
+  kinds = set()
+  for one, cycles in zip(marked, generation.trace, strict=True):
+    reached = {place: count for place, count in enumerate(one.num_reached.tolist()) if count >= 0}
+    assert [*reached] == [cycle.text_length - 2 for cycle in cycles]
+    for (place, count), cycle in zip(reached.items(), cycles, strict=True):
+      drafted = [cycle.token[node] for node in cycle.path[1:]]
+      assert drafted[:count] == one.token[place + 2 : place + 2 + count].tolist()
+      is_boundary = len(drafted) == count
+      kinds.add((count, is_boundary))
+      assert is_boundary or count + 1 in (replay_tree(3).max_depth, len(one.token) - 2 - place)
+  assert kinds >= {(0, True), (1, True), (2, True), (3, False)}
 
 
 @pytest.fixture(scope='module')

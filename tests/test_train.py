@@ -27,7 +27,8 @@ from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
 from eagle_jax.evaluate.example import Example
-from eagle_jax.evaluate.features import split_taps
+from eagle_jax.evaluate.features import split_taps, with_features
+from eagle_jax.evaluate.trace import Traced, first_answer, trace
 from eagle_jax.hub import load_drafter, save_drafter
 from eagle_jax.models.transformer import Taps, Target, TransformerTarget
 from eagle_jax.policy.trees import Chain
@@ -36,7 +37,8 @@ from eagle_jax.train import run as whole_run
 from eagle_jax.train.checkpoint import metrics_log, run_lock
 from eagle_jax.train.data import Packed, batches, frequent_ids, pack, plan, read_vocabulary
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.loop import begin, frozen_inputs, train, with_features
+from eagle_jax.train.loop import begin, frozen_inputs, initial_params, train
+from eagle_jax.train.reached import mark_reached, reached_places, replay_tree
 from eagle_jax.train.report import evaluate_all
 from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_correct, rollout
 from eagle_jax.train.shards import Data
@@ -300,6 +302,36 @@ def test_masks_of_started_and_reachable_chains():
   assert chain_weights(alone, 3)[2, 0].tolist() == [0, 0, 0, 1, 0, 1, 0, 1]
   is_hit_dBL = jnp.array([[[1, 0, 1, 1, 1]], [[1, 1, 1, 0, 1]], [[1, 1, 1, 1, 1]]], bool)
   assert prefix_correct(is_hit_dBL)[:, 0, 2:].astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
+
+
+def test_reached_places_by_hand():
+  """Prefill emits token 3; 4 and 5 are accepted, 7 is not, then 8 to 10 are. The answer ends with 11, not the text."""
+  is_answer = np.array([0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1], bool)
+  answer = first_answer(example(np.random.default_rng(0), 15, 3)._replace(is_answer=is_answer))
+
+  def reached(num_accepted, max_depth):
+    found = reached_places(num_accepted, answer, num_places=15, max_depth=max_depth)
+    return {place: count for place, count in enumerate(found.tolist()) if count >= 0}
+
+  assert reached([2, 0, 3], max_depth=4) == {2: 2, 5: 0, 6: 3}
+  assert reached([2, 0, 3], max_depth=3) == {2: 2, 5: 0, 6: 2}  # the third was a leaf: nothing was drafted behind it
+  assert reached([2, 0, 4], max_depth=6) == {2: 2, 5: 0, 6: 3}  # the answer ends
+  assert reached([], max_depth=3) == {}
+
+
+def test_weights_of_reached_places_by_hand():
+  rng = np.random.default_rng(0)
+  first = example(rng, 7, 2)._replace(num_reached=np.array([-1, 2, -1, -1, 0, -1, -1]))
+  second = example(rng, 4, 1)._replace(num_reached=np.array([1, -1, 0, -1]))
+  packed = pack([[first, second], [second]], num_places=13)
+  assert packed.num_reached[0].tolist() == [-1, 2, -1, -1, 0, -1, -1, 1, -1, 0, -1, -1, -1]
+  assert packed.num_reached[1].tolist() == [1, -1, 0, -1] + [-1] * 9
+  assert chain_weights(packed, 3)[:, 0].astype(int).tolist() == [
+    [0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0],
+    [0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0],
+    [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+  ]
+  assert pack([[first, second]], num_places=9).num_reached[0].tolist() == [-1, 2, -1, -1, 0, -1, -1, 1, -1]
 
 
 def test_chain_metrics_are_those_of_a_drafted_chain(target):
@@ -638,6 +670,7 @@ def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
   monkeypatch.undo()
   run(initial=None)
   begun = (tmp_path / 'settings.json').read_bytes()
+  assert b'second_stage' not in begun  # as in folders begun before there was one
   run(initial=None)
   other_objective = dataclasses.replace(RECIPE, objective=Objective(top_k=3))
   for changed, message in (
@@ -795,6 +828,52 @@ def test_a_trained_drafter_is_accepted_more(target, tmp_path):
   prompts = [[token] for token in range(8)]
   taus = [generate(target, d, prompts, max_new_tokens=40, policy=Chain(3)).stats['tau'] for d in (untrained, drafter)]
   assert taus[1] > taus[0] + 0.3
+
+
+def test_a_second_stage_needs_first_weights(target, tmp_path, monkeypatch):
+  """It is refused before the target is loaded, and before anything is written."""
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: pytest.fail('the target is loaded'))
+  examples, recipe = answered(12, 24, 1.0), dataclasses.replace(RECIPE, second_stage=True)
+  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': Data(1)}, 'RECIPE': recipe}
+  for begin_run in (
+    functools.partial(whole_run.run, config, tmp_path / 'run', shards=tmp_path, prompts=None),
+    functools.partial(train, target, DRAFTER, examples[:10], examples[10:], recipe, tmp_path / 'run'),
+  ):
+    with pytest.raises(ValueError, match='second_stage .*got none: give a trained drafter as --initial'):
+      begin_run()
+  assert [*tmp_path.iterdir()] == []
+
+
+def test_a_second_stage_needs_answers_of_more_than_a_token(target, tmp_path, monkeypatch):
+  examples = answered(2, 1, 0.0)
+  monkeypatch.setattr('eagle_jax.train.reached.trace', lambda *_, policy: Traced([[], []], [1, 1], policy))
+  with pytest.raises(ValueError, match='nothing along 2 answers of a single token'):
+    mark_reached(target, Drafter(DRAFTER, first_params(Eagle(DRAFTER))), examples, tmp_path, num_steps=2)
+
+
+@pytest.mark.slow
+def test_a_second_stage_is_accepted_more_and_resumes(target, tmp_path, monkeypatch):
+  """More than the drafter that it begins with; a run that is stopped ends to the bit as it would, by one replay."""
+  examples = answered(24, 60, 0.0)
+  frozen = frozen_inputs(target, DRAFTER, examples)[0]
+  first = Drafter(DRAFTER, initial_params(Eagle(DRAFTER), frozen, examples, seed=0))
+  sizes = {'num_rows': 4, 'num_places': 64, 'learning_rate': 3e-3, 'warmup_steps': 10}
+  recipe = Recipe(num_steps=40, objective=Objective(num_steps=3), second_stage=True, **sizes)
+  how = {'recipe': recipe, 'initial': first, 'report_every': 20}
+  run = functools.partial(train, target, DRAFTER, examples[:20], examples[20:], **how)
+  expected = run(folder=tmp_path / 'whole')
+  second = load_drafter(tmp_path / 'whole' / 'drafter', target)
+  taus = [trace(target, drafter, examples, policy=replay_tree(3)).tau for drafter in (first, second)]
+  assert taus[1] > taus[0] + 0.3
+  with monkeypatch.context() as killing:
+    killing.setattr('eagle_jax.train.loop.train_step', stop_at(25))
+    with pytest.raises(Killed):
+      run(folder=tmp_path / 'stopped')
+  monkeypatch.setattr('eagle_jax.train.reached.trace', lambda *_, **__: pytest.fail('replayed again'))
+  assert run(folder=tmp_path / 'stopped') == expected
+  assert same(tmp_path / 'whole', tmp_path / 'stopped')
+  with pytest.raises(ValueError, match='begun otherwise: recipe.second_stage True, not None'):
+    run(folder=tmp_path / 'whole', recipe=dataclasses.replace(recipe, second_stage=False))
 
 
 @pytest.mark.slow

@@ -16,3 +16,4 @@ class Example(NamedTuple):
   feature: np.ndarray
   temperature: float = 0.0  # at which its answers were sampled
   seed: int = 0
+  num_reached: np.ndarray | None = None  # [n] i32, for a second stage of training: see `train.reached`

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.decode.buckets import bucket, pad_prompts
+from eagle_jax.evaluate.example import Example
 from eagle_jax.models.transformer import Taps, Target, TransformerTarget
 from eagle_jax.sharding import batch_axis_size, mesh_of, to_host, use_mesh
 
@@ -49,6 +50,13 @@ def features(
 def _whole_pass(params: Any, token_BL: jax.Array, *, network: TransformerTarget, dtype: Any) -> jax.Array:
   """Compute features [B, L, (1 + k) D] in one pass over whole texts."""
   return join_taps(network.read(params, token_BL)).transpose(1, 2, 0).astype(dtype)
+
+
+def with_features(target: Target, examples: Sequence[Example], taps: Sequence[int] = ()) -> list[Example]:
+  """Return the examples with the features and taps that were not stored, computed by the target."""
+  bare = [example for example in examples if not example.feature.shape[1]]
+  made = iter(features(target, [example.token[:-1].tolist() for example in bare], taps))
+  return [example if example.feature.shape[1] else example._replace(feature=next(made)) for example in examples]
 
 
 def join_taps(taps: Taps) -> jax.Array:

@@ -16,13 +16,16 @@ _DRAFTERS = DrafterConfig, EagleTapsConfig, BlockConfig, Eagle3Config, MedusaCon
 _KINDS = {kind.__name__: kind for kind in (Data, *_DRAFTERS, Objective, Recipe, TargetConfig)}
 
 
-def read_configuration(path: str, variant: str | None = None, *, shapes_alone: bool = False) -> dict[str, Any]:
+def read_configuration(
+  path: str, variant: str | None = None, *, shapes_alone: bool = False, second_stage: bool = False
+) -> dict[str, Any]:
   """Read what a file says of a run, as `run.run` takes it; or, if `shapes_alone`, as `run.dry_run` does.
 
   Args:
     path: of a Python file.
     variant: the name of one of its VARIANTS, each a dict of the names that it changes.
     shapes_alone: DATA may be left out, and TARGET may be a `TargetConfig`.
+    second_stage: set `Recipe.second_stage`, whatever the file says.
 
   Raises:
     ValueError: the file raises an error; or something is missing, of another type, or has an unknown name or one that
@@ -52,6 +55,8 @@ def read_configuration(path: str, variant: str | None = None, *, shapes_alone: b
       raise ValueError(f'{path}: {name} is {found}; a {" or ".join(kind.__name__ for kind in allowed)} is needed.')
   if 'DATA' in config:
     require_data(config['DATA'], source=f'{path}: DATA')
+  if second_stage:
+    config['RECIPE'] = dataclasses.replace(config['RECIPE'], second_stage=True)
   return config
 
 

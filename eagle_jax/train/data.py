@@ -32,6 +32,7 @@ class Packed(NamedTuple):
   sequence: Any  # [B, L] i32, which text of the row; -1 for padding
   weight: Any  # [B, L] f32, how much the place counts
   feature: Any  # [B, L, D] bf16, f_t; D is 0 where features are computed in the training step
+  num_reached: Any = None  # [B, L] i32, see `train.reached`; None: chains begin at every place that counts
 
 
 def pack(rows: Sequence[Sequence[Example]], *, num_places: int, prompt_weight: float = 0.0) -> Packed:
@@ -52,6 +53,7 @@ def pack(rows: Sequence[Sequence[Example]], *, num_places: int, prompt_weight: f
     sequence=np.full(shape, -1, np.int32),
     weight=np.zeros(shape, np.float32),
     feature=np.zeros((*shape, width), jnp.bfloat16),
+    num_reached=None if rows[0][0].num_reached is None else np.full(shape, -1, np.int32),
   )
   for b, row in enumerate(rows):
     start = 0
@@ -65,6 +67,8 @@ def pack(rows: Sequence[Sequence[Example]], *, num_places: int, prompt_weight: f
       packed.sequence[b, places] = number
       packed.weight[b, taught] = np.where(example.is_answer[2 : count + 1], 1, prompt_weight)
       packed.feature[b, places] = example.feature[:count]
+      if example.num_reached is not None:
+        packed.num_reached[b, places] = example.num_reached[:count]
       start += count
   return packed
 

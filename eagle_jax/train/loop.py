@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of
 from eagle_jax.evaluate.example import Example
-from eagle_jax.evaluate.features import features
+from eagle_jax.evaluate.features import with_features
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.processes import on_main
 from eagle_jax.sharding import mesh_of, num_devices, param_shardings, put, require_whole_share, use_mesh
 from eagle_jax.train.checkpoint import Checkpoints, run_lock, settle_settings
 from eagle_jax.train.data import batches, frequent_ids, place
 from eagle_jax.train.flops import step_flops
+from eagle_jax.train.reached import mark_reached, require_first
 from eagle_jax.train.report import BEST_BY, Meter, Outcome, Reports, evaluate_all, traced_taus
 from eagle_jax.train.step import Frozen, Objective, Recipe, TrainState, train_step
 
@@ -54,7 +55,7 @@ def train(
     examples, held_out: the target's answers, for training and for metrics, with the taps that the drafter reads.
     recipe: optimizer and losses.
     folder: for checkpoints, metrics and the drafter.
-    initial: weights to begin with; None for fresh ones.
+    initial: weights to begin with, which a second stage needs; None for fresh ones.
     ids: [U] i32, the ids to draft; None: those of `initial`, if it has as many, else the most frequent of the answers.
     origin: what else decides the run, such as where its examples come from; of strings, numbers and dicts.
     provenance: goes into the drafter's folder, with step and metrics.
@@ -69,13 +70,18 @@ def train(
     ValueError: the folder is in use by another process, holds a run of another drafter, recipe or origin, or no whole
       checkpoint; the weights to begin with are quantised; there is nothing to learn from or to hold out; examples hold
       other taps; a head that predicts no features is to learn them, or one of its own other ids; the mesh does not
-      divide the recipe's rows; or training diverged.
+      divide the recipe's rows; a second stage has no weights to begin with, or reaches nothing; or training diverged.
   """
   setup = _set_up(target, config, examples, held_out, recipe, initial=initial, ids=ids)
   outcome = Outcome(config, setup.vocabulary, folder / 'drafter', provenance or {})
   with run_lock(folder), use_mesh(setup.mesh), Checkpoints(folder / 'checkpoints', best_by=BEST_BY) as checkpoints:
     told = settings(config, recipe) | dict(origin or {}) | setup.ids_hash
-    state = _resume(_first_state(setup, initial), checkpoints, folder / 'settings.json', told)
+    first = _first_state(setup, initial)
+    state = _resume(first, checkpoints, folder / 'settings.json', told)
+    if recipe.second_stage:
+      drafter, num_steps = outcome.drafter(first.params), recipe.objective.num_steps
+      reached = mark_reached(target, drafter, examples, folder, num_steps=num_steps, progress=progress)
+      setup = dataclasses.replace(setup, examples=reached)
     measure = _held_out_metrics(setup, target, held_out, outcome, num_traced)
     with Meter(recipe, setup.flops_per_device, first=int(state.step), progress=progress) as meter:
       reports = Reports(folder, int(state.step), meter, measure, checkpoints, outcome)
@@ -132,6 +138,7 @@ def _set_up(
   ids: np.ndarray | None,
 ) -> _Setup:
   """Check the arguments of `train` against each other, and take what is needed of the target."""
+  require_first(recipe, initial)
   if initial is not None:
     initial.require_exact()
   mesh = mesh_of(target.params)
@@ -238,6 +245,8 @@ def settings(config: Any, recipe: Recipe) -> dict[str, Any]:
   """Return all settings of a run by dotted names."""
   fields = {'drafter': dataclasses.asdict(config), 'recipe': dataclasses.asdict(recipe)}
   fields['objective'] = fields['recipe'].pop('objective')
+  if not recipe.second_stage:
+    del fields['recipe']['second_stage']  # older folders say none
   return {f'{part}.{name}': value for part, values in fields.items() for name, value in values.items()}
 
 
@@ -328,10 +337,3 @@ def begin(params: dict[str, Any], recipe: Recipe, mesh: Mesh | None) -> TrainSta
   params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # a copy: the state is donated
   state = TrainState(params, recipe.optimizer().init(params), jnp.int32(0))
   return state if mesh is None else jax.tree.map(put, state, param_shardings(state, mesh))
-
-
-def with_features(target: Target, examples: Sequence[Example], taps: Sequence[int] = ()) -> list[Example]:
-  """Return the examples with the features and taps that were not stored, computed by the target."""
-  bare = [example for example in examples if not example.feature.shape[1]]
-  made = iter(features(target, [example.token[:-1].tolist() for example in bare], taps))
-  return [example if example.feature.shape[1] else example._replace(feature=next(made)) for example in examples]

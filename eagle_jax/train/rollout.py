@@ -113,14 +113,17 @@ def heads_by_place(network: Medusa, params: Any, feature_DBL: jax.Array, num_hea
 def chain_weights(packed: Packed, num_steps: int) -> jax.Array:
   """Return [d, B, L] f32, the weight of each place at each of `num_steps` steps.
 
-  It is the place's own if its chain began at a place of the same text with a weight above 0, else 0.
+  It is the place's own if its chain began at a place of the same text with a weight above 0, else 0. In a second stage
+  it is also 0 where decoding does not begin a chain, or does not get so far along it; see `train.reached`.
   """
-  weight_BL, steps = packed.weight, [packed.weight]
-  for age in range(1, num_steps):
+  weight_BL, steps = packed.weight, []
+  for age in range(num_steps):
     is_same_BL = packed.sequence == jnp.roll(packed.sequence, age, axis=1)
     is_later_1L = jnp.arange(packed.sequence.shape[1])[None] >= age
-    is_begun_BL = is_same_BL & is_later_1L & (jnp.roll(weight_BL, age, axis=1) > 0)
-    steps.append(jnp.where(is_begun_BL, weight_BL, 0))
+    counts_BL = is_same_BL & is_later_1L & (jnp.roll(weight_BL, age, axis=1) > 0)
+    if packed.num_reached is not None:
+      counts_BL &= jnp.roll(packed.num_reached, age, axis=1) >= age
+    steps.append(jnp.where(counts_BL, weight_BL, 0))
   return jnp.stack(steps)
 
 

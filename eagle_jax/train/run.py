@@ -32,6 +32,7 @@ from eagle_jax.train.configuration import require_data
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed, batch_shardings, read_vocabulary
 from eagle_jax.train.loop import train
+from eagle_jax.train.reached import require_first
 from eagle_jax.train.shards import Data, make_conversations, make_shards, read_shard
 from eagle_jax.train.step import Frozen, TrainState, train_step
 
@@ -73,9 +74,10 @@ def run(
   Raises:
     ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, a name in DATA that is not a plain
       folder name, too few conversations, a folder with another run in it or in use by one, or an `initial` that is not
-      what DRAFTER describes, or a vocabulary that does not fit it.
+      what DRAFTER describes, or a vocabulary that does not fit it, or a second stage without `initial`.
   """
   require_data(config['DATA'])
+  require_first(config['RECIPE'], initial)
   ids = read_vocabulary(vocabulary, config['DRAFTER']) if vocabulary else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   with run_lock(out):
@@ -270,7 +272,8 @@ def _step_arguments(
   frozen = Frozen(target['embed']['weight'], head_UD, row_of_V, () if num_stored else target, whole)
   places = jnp.zeros((recipe.num_rows, recipe.num_places), jnp.int32)
   feature = jnp.zeros((*places.shape, num_stored), jnp.bfloat16)
-  return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature)
+  num_reached = places if recipe.second_stage else None
+  return state, frozen, Packed(places, places, places, places, places, places.astype(jnp.float32), feature, num_reached)
 
 
 def _shardings(arguments: tuple[TrainState, Frozen, Packed], mesh: Mesh) -> tuple[Any, Any, Any]:

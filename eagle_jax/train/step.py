@@ -81,6 +81,7 @@ class Recipe:
   remat: bool = False  # recompute the layer in the backward pass: less memory, more time
   dtype: str = 'float32'  # of the target, and of the layer's work; its parameters, scores and losses are float32
   chunk_places: int = 256  # places a row whose logits exist at one time; divides num_places, or is no smaller
+  second_stage: bool = False  # train on the places alone that decoding with the first weights reaches: `train.reached`
   seed: int = 0
 
   def __post_init__(self):
