@@ -1,14 +1,13 @@
-"""Find the places that decoding reaches along recorded answers, which a second stage of training learns from alone.
+"""Find the places that decoding reaches along recorded answers: the only ones that a second stage of training counts.
 
-Decoding drafts from few places of an answer, its roots, and from each it gets as far as the drafter is right. A replay
-of the answer with the drafter that the stage begins with (`evaluate.trace`) says which these are. A root's chain counts
-at every place that it gets to along accepted tokens: where it drafted those, and at the boundary, where it drafted no
-token that was accepted. The target ran over all of these when the answer was recorded, so no more of its passes are
-needed.
+Decoding drafts from a few places of an answer, its roots, and from each it gets as far as the drafter is right. A
+replay of the answer with the drafter that the stage begins with (`evaluate.trace`) says which places these are. A
+root's chain counts where the drafter proposed a token that was accepted, and at the boundary, the first place where
+none of its tokens was. The target ran over all of them when the answer was recorded, so it need not run again.
 
-Source: Draft-OPD (arXiv:2605.29343), which replays the drafter from such places. It goes on behind the boundary, along
-rejected tokens, by passes of the target over them, and has losses of its own for both. Here what is rejected ends the
-chain, the losses are the recipe's, and the answers are replayed once, with the first weights.
+Source: Draft-OPD (arXiv:2605.29343), which replays the drafter from the places where it went wrong. It also learns
+behind the boundary, from passes of the target over rejected tokens, with losses of its own for both sides. Here a chain
+ends at the boundary, the losses are the recipe's, and the answers are replayed once, with the first weights.
 """
 
 import dataclasses
