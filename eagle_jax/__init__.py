@@ -24,6 +24,7 @@ from eagle_jax.lossy import TypicalAcceptance
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.c2t import C2T
+from eagle_jax.policy.calibrated import CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.ddd import DDD
@@ -41,8 +42,8 @@ __version__ = package_version('eagle_jax') or 'unknown'
 __url__ = ''  # of the repository, once it has one that notebooks can install from
 
 __all__ = [
-  'C2T', 'DDD', 'SVIP', 'Adaptive', 'CaPE', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'GapTree', 'Generation',
-  'GumbelMax', 'Plain', 'PooledTree', 'RateTree', 'StaticTree', 'SureMass', 'Target', 'TypicalAcceptance',
-  'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
+  'C2T', 'DDD', 'SVIP', 'Adaptive', 'CaPE', 'CalibratedTree', 'Chain', 'Costs', 'Drafter', 'DynamicTree', 'GapTree',
+  'Generation', 'GumbelMax', 'Plain', 'PooledTree', 'RateTree', 'StaticTree', 'SureMass', 'Target',
+  'TypicalAcceptance', 'decode', 'generate', 'load_drafter', 'load_target', 'make_mesh', 'save_drafter', 'stream',
   'viz',
 ]  # fmt: skip

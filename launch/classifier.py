@@ -1,9 +1,10 @@
-"""Fit the classifier that `--policy=c2t` reads, and add it to the stored costs of this device and pair.
+"""Fit what `--policy=c2t` and `--policy=calibrated` read, and add it to the stored costs of this device and pair.
 
 python launch/classifier.py
 
-Answers questions, grows a tree at each place of the answers, and learns which nodes were right: a few minutes on two
-cores. The costs are those that launch/cost.py measured, or those shipped. After a change of the drafter fit it again.
+Answers questions, grows a tree at each place of the answers, and learns which nodes were right, as a classifier and as
+a table: a few minutes on two cores. The costs are those that launch/cost.py measured, or those shipped. After a change
+of the drafter fit both again.
 """
 
 from pathlib import Path
@@ -28,7 +29,7 @@ flags.DEFINE_string('out', None, 'Folder for the costs; default the cache folder
 def main(_):
   given = asked.requested()
   how = {'max_new_tokens': FLAGS.max_new_tokens, 'progress': progress_bar}
-  costs = compare.fit_classifier(*common.pair(), given, FLAGS.temperature, **how)
+  costs = compare.fit_acceptance(*common.pair(), given, FLAGS.temperature, **how)
   print(cost_store.write(costs, FLAGS.out and Path(FLAGS.out).expanduser()))
 
 

@@ -1,6 +1,7 @@
 """Policies replayed from whole trees: the passes of real decoding to the token; rows, rates and tables by hand."""
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from eagle_jax.bench import compare
 from eagle_jax.bench.comparison import Row, dynamic_tau, table
 from eagle_jax.bench.plots import plot_comparison
 from eagle_jax.bench.questions import Question
+from eagle_jax.evaluate.acceptance import make_rising, tabulate
 from eagle_jax.evaluate.calibration import AnswerTokens, make_examples
 from eagle_jax.evaluate.classifier import Labelled, fit, label
 from eagle_jax.evaluate.example import Example
@@ -22,6 +24,7 @@ from eagle_jax.evaluate.positions import Grown, Positions, Replayed, find_path, 
 from eagle_jax.policy import cost_store
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.c2t import C2T, Classifier
+from eagle_jax.policy.calibrated import AcceptanceTable, CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -46,7 +49,8 @@ STOPPING = (
 )
 GAP = GapTree(**SIZES, steepness=2.0)
 CAPE = CaPE(**SIZES, smaller=(8,), confidences=(0.2, 0.4), siblings=(2, 1, 0))
-POLICIES = (Plain(), Chain(2), GAP, CAPE, *STOPPING)
+CALIBRATED = CalibratedTree(**SIZES)
+POLICIES = (Plain(), Chain(2), GAP, CAPE, CALIBRATED, *STOPPING)
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -84,7 +88,7 @@ def examples(target, drafter):
 
 @pytest.fixture(scope='module')
 def grown(target, drafter, examples):
-  deepest = (DynamicTree(4, 3, 5, 20), Chain(3), GAP, CAPE, C2T(**SIZES))
+  deepest = (DynamicTree(4, 3, 5, 20), Chain(3), GAP, CAPE, C2T(**SIZES), CALIBRATED)
   return [grow_everywhere(target, drafter, examples, policy=policy, costs=COSTS, num_rows=5) for policy in deepest]
 
 
@@ -137,7 +141,7 @@ def test_other_numbers_compile_nothing(target, drafter, grown):
 
 
 def test_trees_that_grow_otherwise_are_refused(target, drafter, grown):
-  wide, _, by_gap, by_bins, _ = grown
+  wide, _, by_gap, by_bins, *_ = grown
   others = Chain(2), DynamicTree(3, 3, 3, 5), DynamicTree(4, 3, 6, 12), dataclasses.replace(TREE, lookup=True), GAP
   for policy in (*others, StaticTree([(0,), (1,)])):
     with pytest.raises(ValueError, match='must hold') as raised:
@@ -157,7 +161,7 @@ def test_a_text_is_followed_through_a_tree():
     assert find_path(tree, jnp.asarray(text)).tolist() == path
 
 
-# The classifier.
+# The classifier and the table.
 
 
 def test_nodes_are_labelled_by_the_text_and_none_beyond_its_end():
@@ -166,10 +170,27 @@ def test_nodes_are_labelled_by_the_text_and_none_beyond_its_end():
   example = Example(0, np.arange(5), np.arange(5) > 1, feature)
   zero_2A = np.zeros((2, 5), np.float32)
   log_q_2A = np.array([[0, -1, -2, -3, -np.inf], [0, -4, -5, -6, -7]], np.float32)
-  seen = Candidates(zero_2A, zero_2A, log_q_2A, log_q_2A, log_q_2A / -10)
+  parent_2A = np.tile(np.array([-1, 0, 0, 1, 1], np.int32), (2, 1))
+  seen = Candidates(zero_2A, parent_2A, log_q_2A, log_q_2A, log_q_2A / -10)
   nodes = label(Positions(policy, [example], [Grown(seen, np.array([[1, 3], [5, 5]]))]))
-  expected = [(-1, 0.1, 1, True), (-2, 0.2, 1, False), (-3, 0.3, 2, True), (-4, 0.4, 1, False), (-5, 0.5, 1, False)]
-  np.testing.assert_allclose(np.column_stack(nodes), expected, rtol=1e-6)
+  inputs = [(-1, 0.1, 1), (-2, 0.2, 1), (-3, 0.3, 2), (-4, 0.4, 1), (-5, 0.5, 1)]
+  np.testing.assert_allclose(nodes.inputs, inputs, rtol=1e-6)
+  assert nodes.is_accepted.tolist() == [True, False, True, False, False]
+  assert nodes.log_p.tolist() == [-1, -2, -2, -4, -5]
+  assert nodes.is_tried.all()
+
+
+def test_only_nodes_whose_parent_was_accepted_were_tried():
+  """The text goes on with the second child, and then with its child; the first has a child, too."""
+  policy, feature = DynamicTree(2, 2, 2, 3), np.zeros((5, 1), np.float32)
+  example = Example(0, np.arange(6), np.arange(6) > 1, feature)
+  log_q_1A = np.array([[0, -1, -2, -3, -np.inf, -4, -np.inf]], np.float32)
+  parent_1A = np.array([[-1, 0, 0, 1, 1, 2, 2]], np.int32)
+  seen = Candidates(parent_1A, parent_1A, log_q_1A, log_q_1A, log_q_1A / -10)
+  nodes = label(Positions(policy, [example], [Grown(seen, np.array([[2, 5]]))]))
+  assert nodes.is_tried.tolist() == [True, True, False, True]
+  assert nodes.is_accepted.tolist() == [False, True, False, True]
+  assert nodes.log_p.tolist() == [-1, -2, -2, -2]
 
 
 def test_a_classifier_learns_how_likely_nodes_are_accepted():
@@ -177,11 +198,38 @@ def test_a_classifier_learns_how_likely_nodes_are_accepted():
   log_q_n, entropy_n, depth_n = rng.uniform(-8, 0, 20_000), rng.uniform(0, 4, 20_000), rng.integers(1, 7, 20_000)
   p_n = 1 / (1 + np.exp(-(2 + log_q_n - 0.5 * entropy_n + 0.2 * depth_n)))
   inputs_n3 = np.stack([log_q_n, entropy_n, depth_n], axis=1).astype(np.float32)
-  fitted = fit(Labelled(inputs_n3, rng.random(20_000) < p_n), num_steps=600)
+  nodes = Labelled(inputs_n3, rng.random(20_000) < p_n, log_q_n, np.ones(20_000, bool))
+  fitted = fit(nodes, num_steps=600)
   logit_n = Classifier(*map(jnp.float32, fitted)).logit(*jnp.asarray(inputs_n3.T))
   assert np.abs(1 / (1 + np.exp(-logit_n)) - p_n).mean() < 0.02
   with pytest.raises(ValueError, match='got 9 nodes, of which 0%'):
-    fit(Labelled(inputs_n3[:9], np.zeros(9, bool)))
+    fit(Labelled(*(x[:9] for x in nodes))._replace(is_accepted=np.zeros(9, bool)))
+
+
+def test_shares_that_fall_are_pooled():
+  """By weight: 3 and 1 are 1.5 together, which 1.4 falls below; 2 thrice and 5 stay as they are."""
+  rising_X = make_rising(np.array([3, 1, 1.4, 2, 2, 5]), np.array([1, 3, 6, 1, 2, 1]))
+  np.testing.assert_allclose(rising_X, [1.44] * 3 + [2, 2, 5])
+
+
+def test_a_table_holds_the_shares_of_nodes_that_were_tried():
+  """Acceptance depends on all three, and those that were not tried would spoil it."""
+  rng, num = np.random.default_rng(0), 60_000
+  log_p_n, entropy_n, depth_n = rng.uniform(-5, 0, num), rng.uniform(0, 4, num), rng.integers(1, 6, num)
+  bin_n = np.minimum(entropy_n.astype(int), 3)  # quarters
+  share_n = np.exp((0.5 + 0.2 * np.minimum(depth_n, 3)) * log_p_n - 0.2 * bin_n)
+  is_tried_n = rng.random(num) < 0.7
+  inputs_n3 = np.stack([log_p_n * depth_n, entropy_n, depth_n], axis=1).astype(np.float32)
+  table = tabulate(Labelled(inputs_n3, is_tried_n & (rng.random(num) < share_n), log_p_n, is_tried_n))
+  np.testing.assert_allclose(table.entropy, [1, 2, 3], atol=0.05)
+  arrays = AcceptanceTable(*map(jnp.float32, table))
+  log_p_11C, one_11 = jnp.linspace(0, -20, 2001)[None, None], jnp.ones((1, 1))
+  for depth, entropy in itertools.product((1, 2, 3, 7), (0.5, 2.5, np.inf)):
+    found_C = np.asarray(arrays.look_up(depth, entropy * one_11, log_p_11C))[0, 0]
+    expected_C = np.exp((0.5 + 0.2 * min(depth, 3)) * log_p_11C[0, 0] - 0.2 * min(int(min(entropy, 3)), 3))
+    assert np.abs(np.exp(found_C) - expected_C).mean() < 0.01
+    assert found_C[0] <= 0
+    assert (np.diff(found_C) < 0).all()  # siblings keep their order
 
 
 @pytest.mark.slow
@@ -190,18 +238,20 @@ def test_a_classifier_is_fitted_to_a_pair_and_stored_with_its_costs(target, draf
   monkeypatch.setattr(compare, 'DEPTHS', (3,))
   monkeypatch.setattr(compare, 'find_costs', lambda target, drafter: None)
   with pytest.raises(ValueError, match='run launch/cost.py first'):
-    compare.fit_classifier(target, drafter, ASKED, TEMPERATURES, max_new_tokens=8)
-  known = dataclasses.replace(COSTS, classifier=None)
-  with pytest.raises(ValueError, match='run launch/classifier.py'):
-    C2T().arrays(known, target, drafter)
+    compare.fit_acceptance(target, drafter, ASKED, TEMPERATURES, max_new_tokens=8)
+  known = dataclasses.replace(COSTS, classifier=None, acceptance_table=None)
+  for policy in (C2T(), CalibratedTree()):
+    with pytest.raises(ValueError, match='run launch/classifier.py'):
+      policy.arrays(known, target, drafter)
   monkeypatch.setattr(compare, 'find_costs', lambda target, drafter: known)
-  costs = compare.fit_classifier(target, drafter, ASKED, TEMPERATURES, max_new_tokens=8)
-  assert dataclasses.replace(costs, classifier=None) == known
+  costs = compare.fit_acceptance(target, drafter, ASKED, TEMPERATURES, max_new_tokens=8)
+  assert dataclasses.replace(costs, classifier=None, acceptance_table=None) == known
   assert cost_store.read(cost_store.write(costs, tmp_path)) == costs
   likely, unlikely = (
     Classifier(*map(jnp.float32, costs.classifier)).logit(*map(jnp.float32, (log_q, 1, 2))) for log_q in (-0.1, -6)
   )
   assert likely > unlikely
+  assert CalibratedTree().arrays(costs, target, drafter).log_accepted.shape == (3, 4, len(costs.acceptance_table.log_p))
 
 
 # The comparison.
@@ -261,7 +311,7 @@ def test_every_policy_has_a_row_at_every_temperature(rows):
       drawn = {kind for name, kind, at in kinds if (name, at) == (series, temperature)} - {'plain'}
       every = {'chain', 'dynamic', 'ddd', 'svip', 'sure_mass', 'gap', 'cape'}
       expected = {'chain'} if '+' in series else every
-      assert drawn == expected | ({'adaptive', 'rate', 'c2t'} if series == 'drafter' else set())
+      assert drawn == expected | ({'adaptive', 'rate', 'c2t', 'calibrated'} if series == 'drafter' else set())
   plain = [row for row in rows if row.kind == 'plain']
   assert [(row.tau, row.measured) for row in plain] == [(1.0, False)] * 2 + [(1.0, True)] * 2
   assert plain[0].rate == pytest.approx(100.0)

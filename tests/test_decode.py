@@ -26,6 +26,7 @@ from eagle_jax.models.layers import CachedAttention
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.c2t import C2T
+from eagle_jax.policy.calibrated import CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -129,6 +130,22 @@ def test_rules_change_no_text_and_their_numbers_compile_nothing(target, drafter,
     assert out.stats['nodes_per_pass'] < full.stats['nodes_per_pass'] == policy.num_nodes
   else:
     assert out.stats['levels_per_pass'] < full.stats['levels_per_pass'] == policy.max_depth
+
+
+@pytest.mark.slow
+def test_another_table_changes_the_trees_but_no_text_and_compiles_nothing(target, drafter, plain):
+  """The other makes deep nodes worth no less than their parents."""
+  policy, num_accepted = CalibratedTree(3, 3, 3, 8), []
+  log_p, entropy, (shallow, _) = COSTS.acceptance_table
+  other = dataclasses.replace(COSTS, acceptance_table=(log_p, entropy, [shallow, [[-0.2, -0.1, 0.0]] * 2]))
+  for how, expected in zip(SAMPLINGS, plain, strict=True):
+    first = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, costs=COSTS, **how)
+    with compile_events() as events:
+      then = decode.generate(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, policy=policy, costs=other, **how)
+    assert events == []
+    assert first.tokens == then.tokens == expected.tokens
+    num_accepted.append((first.num_accepted, then.num_accepted))
+  assert any(first != then for first, then in num_accepted)
 
 
 def test_a_drafter_knows_the_entropy_of_all_its_tokens(target, drafter):

@@ -12,6 +12,7 @@ import pytest
 
 import oracle
 from eagle_jax.policy.c2t import C2T
+from eagle_jax.policy.calibrated import CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -33,6 +34,7 @@ RULED = (
   GapTree(3, 3, 2, 7),
   CaPE(3, 3, 2, 7, siblings=(2, 1, 1, 0)),
   C2T(3, 3, 2, 7, smaller=(3,), least_accepted=0.4),
+  CalibratedTree(3, 3, 2, 7),
   PooledTree(3, 3, 2, 7, smaller=(3,), mean_nodes=4.5),
   RateTree(3, 3, 2, 7, smaller=(1, 3)),
 )

@@ -28,8 +28,8 @@ ORDER = {
   ),
   'models': ('__init__', 'families', 'interface', 'layers', 'transformer', 'rounded'),
   'policy': (
-    '__init__', 'trees', 'tuned', 'adaptive', 'rate', 'ddd', 'svip', 'sure_mass', 'gap', 'cape', 'c2t', 'pooled',
-    'kinds', 'costs', 'cost_store',
+    '__init__', 'trees', 'tuned', 'adaptive', 'rate', 'ddd', 'svip', 'sure_mass', 'gap', 'cape', 'c2t', 'calibrated',
+    'pooled', 'kinds', 'costs', 'cost_store',
   ),
   'draft': (
     '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'suffix', 'eagle', 'eagle_taps', 'eagle3',
@@ -41,8 +41,8 @@ ORDER = {
     'batching', 'generate', '__init__',
   ),
   'evaluate': (
-    '__init__', 'example', 'features', 'guesses', 'answered', 'trace', 'positions', 'classifier', 'calibration',
-    'random_pairs',
+    '__init__', 'example', 'features', 'guesses', 'answered', 'trace', 'positions', 'classifier', 'acceptance',
+    'calibration', 'random_pairs',
   ),
   'viz': ('words', 'layout', 'picture', 'page', '__init__'),
 }  # fmt: skip

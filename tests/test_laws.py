@@ -20,6 +20,7 @@ from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.layers import Experts, SwiGLU, find_asked, route
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostModel, StepCosts, best_size, is_level_worth
 from eagle_jax.policy.c2t import C2T
+from eagle_jax.policy.calibrated import CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -319,6 +320,21 @@ def test_a_classifier_decides_how_many_nodes_are_verified():
     index, score_BA = policy.select(policy.arrays(COSTS, None, None), seen, jnp.asarray(live))
     assert policy.sizes[index] == size
     np.testing.assert_array_equal(score_BA > -jnp.inf, accepted_BA > 0.25)
+
+
+def test_a_path_is_worth_the_product_of_its_tokens_measured_shares():
+  """Three frontier nodes at depth 1: the children of one come from a sure distribution, of one not; one is unused."""
+  policy = CalibratedTree(3, 4, 3, 6)
+  arrays = policy.arrays(COSTS, None, None)
+  log_p_34 = [[-0.25, -2, -2.5, -np.inf], [0, -1, -4, -6], [-1, -1, -1, -np.inf]]
+  expected_34 = [[-0.625, -2, -2.5, -np.inf], [-4, -6, -9, -11], [-np.inf] * 4]
+  log_q_13, entropy_13, score_13 = jnp.asarray([[-1, -2, -np.inf], [0.9, 1.0, np.inf], [-0.5, -3, -np.inf]])[:, None]
+  seen = Level(1, log_q_13, jnp.ones(1, bool), jnp.asarray(log_p_34, jnp.float32)[None], None, entropy_13, score_13)
+  found_134 = policy.score(arrays, seen)
+  np.testing.assert_allclose(found_134[0], np.add(expected_34, score_13.T), rtol=1e-6)
+  np.testing.assert_array_equal(policy.score(arrays, seen._replace(depth=7)), found_134)  # as at the last depth
+  at_root = Level(0, jnp.zeros((1, 1)), None, jnp.array([[[0, -0.5]]]), None, jnp.zeros((1, 1)), jnp.zeros((1, 1)))
+  np.testing.assert_allclose(policy.score(arrays, at_root)[0, 0], [0, -0.25], rtol=1e-6)
 
 
 def test_policy_sizes_become_python_integers():

@@ -17,6 +17,7 @@ from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.verify import verify, verify_parallel
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostTables, StepCosts
 from eagle_jax.policy.c2t import C2T
+from eagle_jax.policy.calibrated import CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -115,6 +116,7 @@ RULED = (  # by rules with numbers
   GapTree(3, 3, 3, 8),
   CaPE(3, 3, 3, 8, siblings=(2, 2, 1, 0)),
   C2T(3, 3, 3, 8, smaller=(4,), least_accepted=0.4),
+  CalibratedTree(3, 3, 3, 8),
   PooledTree(3, 3, 3, 8, smaller=(4,), mean_nodes=4.5),
   RateTree(3, 3, 3, 8, smaller=(1, 4)),
 )

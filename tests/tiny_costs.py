@@ -3,6 +3,7 @@
 import dataclasses
 
 from eagle_jax.policy.c2t import Classifier
+from eagle_jax.policy.calibrated import AcceptanceTable
 from eagle_jax.policy.costs import Bytes, Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
 
 SHORT = StepTimes(
@@ -25,6 +26,10 @@ COSTS = Costs(
   vocabularies=(Vocabulary(64, True, 0.75, 2.0, 17.0),),
   # log-odds 1 + log_q - entropy / 10 + depth / 2: a likely child is worth more than its parent
   classifier=Classifier([[-1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]], [-1.0, -0.1, 0.5], 1.0),
+  # by depth 1 and deeper, and by entropy below and above 1 nat: the less sure and the deeper, the less is accepted
+  acceptance_table=AcceptanceTable(
+    [-4.0, -1.0, 0.0], [1.0], [[[-3.0, -0.5, 0.0], [-5.0, -2.0, -1.0]], [[-4.0, -1.0, -0.5], [-9.0, -6.0, -4.0]]],
+  ),
 )  # fmt: skip
 
 TIMINGS = Timings(**{field.name: getattr(COSTS, field.name) for field in dataclasses.fields(Timings)})

@@ -20,6 +20,7 @@ from eagle_jax.decode.auto import find_costs
 from eagle_jax.decode.step import tau
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of as drafter_kind
+from eagle_jax.evaluate.acceptance import tabulate
 from eagle_jax.evaluate.calibration import AnswerTokens, answer_plainly, make_examples
 from eagle_jax.evaluate.classifier import fit, label
 from eagle_jax.evaluate.example import Example
@@ -27,6 +28,7 @@ from eagle_jax.evaluate.positions import Positions, Replayed, grow_everywhere, r
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.c2t import C2T
+from eagle_jax.policy.calibrated import CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.costs import Costs, StepTimes, interpolate
 from eagle_jax.policy.ddd import DDD
@@ -71,6 +73,8 @@ def candidates(*, lookup: bool | str, costs: Costs | None, num_nodes: Sequence[i
     stopping += [CaPE(**sizes, width=width, max_depth=DEPTHS[-1]) for width in (1, widest)]  # the paper's is the first
     if costs is not None and costs.classifier is not None:
       stopping += [C2T(**wide, least_accepted=x) for x in ACCEPTED]
+    if costs is not None and costs.acceptance_table is not None:
+      stopping += [CalibratedTree(widest, widest, DEPTHS[-1], n, lookup)]
     if costs is not None:
       cut: Any = {**wide, 'smaller': tuple(sorted({1, n // 4, n // 2}))}
       stopping += [Adaptive(**cut, thresholds=(x, x)) for x in THRESHOLDS]
@@ -217,7 +221,7 @@ def select(replayed: Replayed, numbers: Sequence[int]) -> Replayed:
   return dataclasses.replace(replayed, **parts)
 
 
-def fit_classifier(
+def fit_acceptance(
   target: Target,
   drafter: Drafter,
   questions: Sequence[Question],
@@ -226,7 +230,9 @@ def fit_classifier(
   max_new_tokens: int,
   progress: Callable = lambda x, **_: x,
 ) -> Costs:
-  """Fit the classifier of `C2T` along the target's own answers, and add it to the stored costs. Args: as `compare`.
+  """Fit what `C2T` and `CalibratedTree` read along the target's own answers, and add it to the stored costs.
+
+  Args: as `compare`.
 
   Raises:
     ValueError: no costs are stored for the pair, or as in `compare` and `evaluate.classifier.fit`.
@@ -234,7 +240,7 @@ def fit_classifier(
   costs = find_costs(target, drafter)
   if costs is None:
     raise ValueError(
-      f'A classifier is stored with costs, and there are none of {drafter.config.name!r} for '
+      f'What is fitted is stored with costs, and there are none of {drafter.config.name!r} for '
       f'{target.config.name!r} on this device: run launch/cost.py first.'
     )
   answers = record_answers(target, questions, temperatures, max_new_tokens=max_new_tokens, progress=progress)
@@ -242,7 +248,8 @@ def fit_classifier(
   examples = make_examples(target, reduced, answers, dtype=jnp.float32)
   width = min(WIDTHS[-1], reduced.config.num_ids)
   positions = grow_everywhere(target, reduced, examples, policy=DynamicTree(width, width, DEPTHS[-1], 2))
-  return dataclasses.replace(costs, classifier=fit(label(positions)))
+  nodes = label(positions)
+  return dataclasses.replace(costs, classifier=fit(nodes), acceptance_table=tabulate(nodes))
 
 
 def decode_best(

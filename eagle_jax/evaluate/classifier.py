@@ -20,25 +20,31 @@ LEARNING_RATE = 3e-3
 
 
 class Labelled(NamedTuple):
-  """The n nodes that a classifier is fitted to."""
+  """The n nodes that a classifier, or a table of acceptance, is fitted to."""
 
   inputs: np.ndarray  # [n, 3] f32: path log-probability, entropy, depth
   is_accepted: np.ndarray  # [n] bool, whether the path equals the text
+  log_p: np.ndarray  # [n] f32, nats, log-probability given the parent's path
+  is_tried: np.ndarray  # [n] bool, whether the parent's path equals the text
 
 
 def label(positions: Positions) -> Labelled:
   """Collect all nodes of whole trees, but those beyond the end of an answer."""
   starts = level_starts(positions.policy)
   depth_1A = np.searchsorted(starts, np.arange(starts[-1]), side='right')[None]
-  inputs, is_accepted = [], []
+  labelled = []
   for example, grown in zip(positions.examples, positions.grown, strict=True):
     num_left_n = first_answer(example).num_new - 1 - np.arange(len(grown.path))
-    is_known_nA = (depth_1A > 0) & (depth_1A <= num_left_n[:, None]) & (grown.candidates.log_q > -np.inf)
+    log_q_nA = np.asarray(grown.candidates.log_q)
+    is_known_nA = (depth_1A > 0) & (depth_1A <= num_left_n[:, None]) & (log_q_nA > -np.inf)
     is_path_nA = (grown.path[:, :, None] == np.arange(starts[-1])).any(axis=1)
-    seen = grown.candidates.log_q, grown.candidates.entropy, np.broadcast_to(depth_1A, is_known_nA.shape)
-    inputs.append(np.stack([x[is_known_nA] for x in seen], axis=1).clip(-LARGEST, LARGEST).astype(np.float32))
-    is_accepted.append(is_path_nA[is_known_nA])
-  return Labelled(np.concatenate(inputs), np.concatenate(is_accepted))
+    seen = log_q_nA, grown.candidates.entropy, np.broadcast_to(depth_1A, is_known_nA.shape)
+    inputs = np.stack([x[is_known_nA] for x in seen], axis=1).clip(-LARGEST, LARGEST).astype(np.float32)
+    parent_nA = np.maximum(grown.candidates.parent, 0)  # the root has none, and is not among the nodes
+    log_p = log_q_nA[is_known_nA] - np.take_along_axis(log_q_nA, parent_nA, axis=1)[is_known_nA]
+    is_tried_nA = np.take_along_axis(is_path_nA | (depth_1A == 0), parent_nA, axis=1)
+    labelled.append(Labelled(inputs, is_path_nA[is_known_nA], log_p, is_tried_nA[is_known_nA]))
+  return Labelled(*map(np.concatenate, zip(*labelled, strict=True)))
 
 
 def fit(nodes: Labelled, *, num_steps: int = NUM_STEPS, seed: int = 0) -> Classifier:

@@ -12,6 +12,7 @@ import numpy as np
 
 from eagle_jax.files import cache_folder, parse_json, replacing
 from eagle_jax.policy.c2t import Classifier
+from eagle_jax.policy.calibrated import AcceptanceTable
 from eagle_jax.policy.costs import Calibration, Costs, Rate, StepTimes, Timings, Vocabulary
 
 VERSION = 5  # of the stored form
@@ -56,8 +57,9 @@ def _read(path: Path, modified: int) -> Costs | None:
     fields |= {name: tuple(form(**one) for one in fields[name]) for name, form in forms.items()}
     if fields.get('lookup_weights') is not None:
       fields['lookup_weights'] = tuple(fields['lookup_weights'])
-    if fields.get('classifier') is not None:
-      fields['classifier'] = Classifier(*fields['classifier'])
+    for name, kind in (('classifier', Classifier), ('acceptance_table', AcceptanceTable)):
+      if fields.get(name) is not None:
+        fields[name] = kind(*fields[name])
     return Costs(**fields)
   except (ValueError, KeyError, TypeError) as error:
     log.warning('ignoring %s, which holds no usable costs (%s): measure again with launch/cost.py', path, error)

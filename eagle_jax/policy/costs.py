@@ -14,6 +14,7 @@ import numpy as np
 
 from eagle_jax.policy.adaptive import AcceptanceModel, Adaptive, CostTables, StepCosts
 from eagle_jax.policy.c2t import Classifier
+from eagle_jax.policy.calibrated import AcceptanceTable
 from eagle_jax.policy.kinds import KINDS, kind_of
 from eagle_jax.policy.trees import TreePolicy
 
@@ -101,6 +102,7 @@ class Costs(Timings):
   margin: float = MARGIN
   lookup_weights: tuple[float, ...] | None = None  # see `draft.lookup.WEIGHTS`; None: the defaults
   classifier: Classifier | None = None  # see `policy.c2t`; None: launch/classifier.py has not been run
+  acceptance_table: AcceptanceTable | None = None  # see `policy.calibrated`; None: likewise
 
   @property
   def speedup(self) -> float:

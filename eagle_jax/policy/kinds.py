@@ -4,6 +4,7 @@ from typing import Any
 
 from eagle_jax.policy.adaptive import Adaptive
 from eagle_jax.policy.c2t import C2T
+from eagle_jax.policy.calibrated import CalibratedTree
 from eagle_jax.policy.cape import CaPE
 from eagle_jax.policy.ddd import DDD
 from eagle_jax.policy.gap import GapTree
@@ -16,7 +17,8 @@ from eagle_jax.policy.trees import Chain, DynamicTree, Plain, StaticTree, TreePo
 KINDS: dict[str, Any] = {
   form.name: form
   for form in (
-    Plain, Chain, StaticTree, DynamicTree, Adaptive, RateTree, DDD, SVIP, SureMass, GapTree, CaPE, C2T, PooledTree,
+    Plain, Chain, StaticTree, DynamicTree, Adaptive, RateTree, DDD, SVIP, SureMass, GapTree, CaPE, C2T, CalibratedTree,
+    PooledTree,
   )
 }  # fmt: skip
 
