@@ -209,6 +209,17 @@ def test_shipped_costs_are_steady(path):
   assert [cost_report.find_unsteady(times) for times in cost_store.read(path).times] == [[], []]
 
 
+@pytest.mark.parametrize('path', sorted(cost_store.SHIPPED.glob('*.json')), ids=lambda path: path.stem)
+def test_shipped_tables_of_acceptance_keep_siblings_in_order(path):
+  """A file that has a classifier has a table, too."""
+  costs = cost_store.read(path)
+  assert (costs.acceptance_table is None) == (costs.classifier is None)
+  for numbers in costs.acceptance_table or ():
+    assert (np.diff(numbers) > 0).all()
+  if costs.acceptance_table is not None:
+    assert np.max(costs.acceptance_table.log_accepted) <= 0 == costs.acceptance_table.log_p[-1]
+
+
 def test_costs_are_plotted(tmp_path):
   plot_costs(COSTS, tmp_path / 'all.png')
   assert {path.name for path in tmp_path.iterdir()} == {'all.png', 'all_speedup.png', 'all_vocabulary.png'}
