@@ -18,9 +18,8 @@ class AcceptanceTable(NamedTuple):
 
   log_p: Any  # [X] f32, nats, ascending up to 0: the drafter's log-probability of the token
   entropy: Any  # [E - 1] f32, nats, ascending: where one bin of the drafter's entropy ends and the next begins
-  log_accepted: (
-    Any  # [Y, E, X] f32, log of the share, at depth 1 .. Y (the last for deeper ones); rises with log_p, <= 0
-  )
+  # [Y, E, X] f32, at most 0, rising with log_p: log of the share, at depths 1 .. Y, the last for deeper ones.
+  log_accepted: Any
 
   def look_up(self, depth: int | jax.Array, entropy_BW: jax.Array, log_p_BWC: jax.Array) -> jax.Array:
     """Interpolate the log-probability of acceptance, [B, W, C], of tokens drawn from distributions of this entropy.
