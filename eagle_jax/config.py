@@ -153,7 +153,7 @@ class HeadSizes(DrafterBase):
   # Fields that older drafter folders lack: a missing one has its default.
   MAY_LACK: ClassVar[frozenset[str]] = frozenset({
     'rope_slowdown', 'rope_factor', 'rope_scaling', 'own_embedding', 'o_bias', 'qkv_bias', 'qk_norm', 'fc_bias',
-    'window', 'fc_norm', 'norm_before_fc', 'norm_output', 'mlp_bias',
+    'window', 'fc_norm', 'norm_before_fc', 'norm_output', 'mlp_bias', 'griffin',
   })  # fmt: skip
 
   vocab_size: int  # of the target
@@ -198,8 +198,13 @@ class DrafterConfig(HeadSizes):
   Every field is the drafter's own: heads, eps, theta and biases may all differ from the target's.
   """
 
+  # Fields that add something to the published head, with what they are in it; see `draft.eagle.Eagle.extend`.
+  PLAIN: ClassVar[dict[str, Any]] = {'griffin': False}
+
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
   name: str = 'drafter'
+  _: dataclasses.KW_ONLY
+  griffin: bool = False  # GRIFFIN: the token is fused in once more, and two vectors come out, see `draft.griffin`
 
   def __post_init__(self):
     self._require_sizes()
@@ -207,6 +212,11 @@ class DrafterConfig(HeadSizes):
   @property
   def target_width(self) -> int:
     return self.width
+
+  @property
+  def is_plain(self) -> bool:
+    """Whether it is the published head, nothing more."""
+    return type(self) is DrafterConfig and all(getattr(self, name) == value for name, value in self.PLAIN.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +230,7 @@ class EagleTapsConfig(DrafterConfig):
   taps: tuple[int, ...]  # as in `Eagle3Config`
 
   def __post_init__(self):
-    self._require_sizes()
+    super().__post_init__()
     object.__setattr__(self, 'taps', tuple(map(int, self.taps)))
     require(self, 'taps', min(self.taps, default=-1) >= 0, 'layers numbered from 0, one or more')
 
@@ -235,8 +245,9 @@ class BlockConfig(DrafterConfig):
   rank: int = dataclasses.field(kw_only=True)  # of the correction
 
   def __post_init__(self):
-    self._require_sizes()
+    super().__post_init__()
     require_positive(self, 'rank')
+    require(self, 'griffin', not self.griffin, 'False: slots and corrections are made for one vector')
 
 
 @dataclasses.dataclass(frozen=True)

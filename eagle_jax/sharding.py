@@ -30,6 +30,7 @@ PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('gate_up', 'weight'): (None, 'ffn', 'width'),
   ('gate_up', 'bias'): (None, 'ffn'),
   ('down', 'weight'): ('width', 'ffn'),
+  ('up', 'weight'): ('ffn', 'width'),
   # Every device holds a part of each expert, so none waits.
   ('expert_gate_up', 'weight'): (None, None, 'ffn', 'width'),
   ('expert_gate_up', 'bias'): (None, None, 'ffn'),

@@ -32,7 +32,7 @@ ORDER = {
     'pooled', 'kinds', 'costs', 'cost_store',
   ),
   'draft': (
-    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'suffix', 'eagle', 'eagle_taps', 'eagle3',
+    '__init__', 'lookup', 'interface', 'plain', 'expand', 'ngram', 'suffix', 'griffin', 'eagle', 'eagle_taps', 'eagle3',
     'one_pass', 'medusa', 'block', 'dflash', 'drafter', 'model', 'tables', 'heads', 'peagle', 'dflash_files', 'dspark',
     'kinds', 'export',
   ),

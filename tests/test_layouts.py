@@ -209,6 +209,12 @@ def test_what_a_layout_cannot_say_is_an_error(target, tmp_path, changes, layout,
   assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize(('changes', 'layout'), [*itertools.product([{'griffin': True}], sorted(export.LAYOUTS))])
+def test_what_is_beyond_eagle_2_is_an_error_too(target, tmp_path, changes, layout):
+  with pytest.raises(ValueError, match=rf'cannot express \[{[*changes][0]!r}\]'):
+    hub.export_drafter(eagle(**changes), tmp_path / 'out', target, layout=layout)
+
+
 def test_ids_of_a_head_of_its_own_cannot_be_chosen():
   with pytest.raises(ValueError, match='own head'):
     HEADS['eagle3'].with_ids([1, 2])

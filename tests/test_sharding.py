@@ -109,7 +109,7 @@ def shapes():
       TargetConfig(**SIZES, num_layers=1, max_context=64, qkv_bias=True, qk_norm=True, mlp_bias=True)
     ),
     'routed': TransformerTarget(TargetConfig(**SIZES, num_layers=1, max_context=64, **ROUTED)),
-    'drafter': Eagle(DrafterConfig(**SIZES)),
+    'drafter': Eagle(DrafterConfig(**SIZES, griffin=True)),
   }
   return {name: jax.eval_shape(network.init_params, jax.random.key(0)) for name, network in networks.items()}
 
@@ -118,9 +118,8 @@ def test_every_parameter_has_its_row_or_is_small(shapes):
   names = {tuple(key.key for key in path[-2:]) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)}
   assert set(PARAM_AXES) <= names
   small = {('fc', 'bias'), ('down', 'bias'), ('router', 'weight'), ('router', 'bias'), ('expert_down', 'bias')}
-  small |= {
-    (norm, 'scale') for norm in ('attn_norm', 'mlp_norm', 'norm', 'q_norm', 'k_norm', 'attn_out_norm', 'mlp_out_norm')
-  }
+  norms = 'attn_norm', 'mlp_norm', 'norm', 'x_norm', 'q_norm', 'k_norm', 'attn_out_norm', 'mlp_out_norm'
+  small |= {(norm, 'scale') for norm in norms}
   assert names - set(PARAM_AXES) == small
   assert {axis for axes in PARAM_AXES.values() for axis in axes} <= {*RULES, None}
 

@@ -42,7 +42,7 @@ from eagle_jax.train.reached import mark_reached, reached_places, replay_tree
 from eagle_jax.train.report import evaluate_all
 from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_correct, rollout
 from eagle_jax.train.shards import Data
-from eagle_jax.train.step import Heads, Objective, Recipe, Rows, distill, evaluate, train_step
+from eagle_jax.train.step import Heads, Objective, Recipe, Rows, distill, evaluate, loss_and_metrics, train_step
 from killing import run_killed, run_to_the_end, same
 
 CONFIG = TargetConfig(
@@ -232,6 +232,7 @@ SIZES = {'vocab_size': 31, 'width': 16, 'num_heads': 2, 'num_kv_heads': 1, 'head
 NETWORKS = {
   'eagle2': Eagle(DRAFTER),
   'eagle2-taps': EagleTaps(EagleTapsConfig(**SIZES, taps=(0, 1))),
+  'griffin': Eagle(DrafterConfig(**SIZES, griffin=True)),
   'block': Block(BlockConfig(**SIZES, rank=4)),
   'eagle3': Eagle3(Eagle3Config(**SIZES, target_width=16, taps=(0, 1), fc_norm=True, norm_output=True)),
 }
@@ -243,10 +244,8 @@ def test_a_rollout_is_what_drafting_position_by_position_gives(kind, is_leaky):
   rng, network = np.random.default_rng(4), NETWORKS[kind]
   num_taps = len(network.config.tapped_layers(1))
   first, second = (example(rng, num_places, 1, num_taps=num_taps) for num_places in (5, 11))
-  params = {**first_params(network), 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
-  params |= {
-    name: jax.tree.map(lambda x: x + 0.3, params[name]) for name in ('taps', 'slot', 'below') if name in params
-  }
+  stirred = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), first_params(network))
+  params = {**stirred, 'embed': jax.random.normal(jax.random.key(1), (31, 16))}
   alone, both = (pack([texts], num_places=16) for texts in ([second], [first, second]))  # of one size: one program
   features = [split_taps(jnp.float32(packed.feature), 16) for packed in (alone, both)]
   roll = jax.jit(functools.partial(rollout, network=network, num_steps=4, is_leaky=is_leaky))
@@ -288,6 +287,19 @@ def test_gradients_stop_between_steps_only_if_detached():
   assert np.abs(expected).max() > 0  # through the keys and values of step 1
   np.testing.assert_allclose(detached, expected, rtol=1e-4, atol=1e-6)
   assert not np.allclose(attached, expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize(('objective', 'half'), [({'regression': 0.0}, 0), ({'cross_entropy': 0.0}, 1)])
+def test_each_loss_teaches_one_of_griffins_vectors(target, objective, half):
+  """The language-model head reads the first, and the second is the feature."""
+  examples, network = answered(3, 24, 0.0), NETWORKS['griffin']
+  frozen, _ = frozen_inputs(target, network.config, examples)
+  how = {'network': network, 'target': None, 'recipe': dataclasses.replace(RECIPE, objective=Objective(**objective))}
+  packed = pack([examples[:1], examples[1:2]], num_places=32)
+  gradient_of = jax.jit(jax.grad(functools.partial(loss_and_metrics, **how), has_aux=True))
+  gradient, _ = gradient_of(first_params(network), frozen, packed, jax.random.key(0))
+  halves = jnp.split(gradient['layer']['mlp']['down']['weight'], 2)
+  assert np.abs(halves[half]).max() > 0 == np.abs(halves[1 - half]).max()
 
 
 def test_masks_of_started_and_reachable_chains():

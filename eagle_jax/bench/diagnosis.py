@@ -74,9 +74,11 @@ class Renormed(Eagle):
   reads_normed: bool = True  # whether it reads normed features all the same
 
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
+    out_DR = out_DR[: self.config.width]
     return norm_of(self.target).apply({'params': params['target_norm']}, out_DR)  # type: ignore[return-value]
 
   def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
+    out_DBW = super().next_feature(params, out_DBW)
     if not self.reads_normed:
       return out_DBW
     return self.pre_head(params, out_DBW.reshape(out_DBW.shape[0], -1)).reshape(out_DBW.shape)

@@ -36,11 +36,11 @@ class Block(Eagle):
 
   config: BlockConfig
 
-  def init_params(self, key: jax.Array) -> dict[str, Any]:
-    """Initialise an EAGLE-2 head, slots that hold nothing, and a correction that is none."""
+  def extend(self, params: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+    """Add slots that hold nothing, and a correction that is none."""
     rank, width, dtype = self.config.rank, self.config.width, self.dtype
     above_rD = nn.initializers.lecun_normal(in_axis=-1, out_axis=0)(key, (rank, width), dtype)
-    return super().init_params(key) | {
+    return super().extend(params, key) | {
       'slot': {'bias': jnp.zeros(width, dtype)},
       'above': {'weight': above_rD},
       'below': {'weight': jnp.zeros((width, rank), dtype)},

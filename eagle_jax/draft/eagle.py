@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from eagle_jax import cache as kv_cache
 from eagle_jax.cache import KVCache, NewEntries
 from eagle_jax.config import DrafterConfig
+from eagle_jax.draft import griffin
 from eagle_jax.draft.expand import Children, Frontier, first_width, grow, likeliest
 from eagle_jax.draft.interface import DraftContext
 from eagle_jax.draft.lookup import WEIGHTS, Evidence
@@ -37,22 +38,24 @@ from eagle_jax.tree import NO_TOKEN, Candidates
 
 
 class EagleHead(nn.Module):
-  """The module: `fc` over [embedding, feature], then one decoder layer."""
+  """The module: `fc` over [embedding, feature], perhaps GRIFFIN's fusion, then one decoder layer."""
 
   config: DrafterConfig
 
   @nn.compact
   def __call__(self, embedding_DR, feature_DR, position_BT, attention: AttentionFn):
-    """Compute outputs [D, R], and return them with the memory that `attention` returns.
+    """Compute outputs [D, R], of GRIFFIN's head [2D, R]; return them with the memory that `attention` returns.
 
     `feature_DR` may have 2D numbers: the second half is added to what `fc` gives (see `eagle_taps`).
     """
-    width, layer_config = self.config.width, self.config.as_layer()
-    x_DR = Linear((width,), self.config.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR[:width]]))
+    c, width, layer_config = self.config, self.config.width, self.config.as_layer()
+    x_DR = Linear((width,), c.fc_bias, name='fc')(jnp.concatenate([embedding_DR, feature_DR[:width]]))
     if feature_DR.shape[0] > width:
       x_DR += feature_DR[width:]
+    if c.griffin:
+      x_DR = griffin.TokenFusion(c.ffn_width, c.norm_eps, name='fusion')(x_DR, embedding_DR)
     # No input norm, since the feature is already normalised, and no final norm.
-    layer = DecoderLayer(layer_config, has_input_norm=False, name='layer')
+    layer = DecoderLayer(layer_config, has_input_norm=False, num_outputs=1 + c.griffin, name='layer')
     return layer(x_DR, Rotation.of(layer_config, position_BT), attention)
 
 
@@ -60,13 +63,13 @@ class EagleState(NamedTuple):
   """The drafter's cache and newest output over the committed text."""
 
   cache: KVCache  # of its own layers; an entry for every committed token
-  feature: jax.Array  # [B, D], the drafter's output at the newest position, which predicts the root's children
+  feature: jax.Array  # [B, D] or [B, 2D], the output at the newest position, which predicts the root's children
 
 
 class Drafted(NamedTuple):
   """The carry from one level of a tree to the next; M counts the nodes of all levels but the last, the newest last."""
 
-  out: jax.Array  # [D, B, W], outputs at the level's nodes
+  out: jax.Array  # [D, B, W] or [2D, B, W], outputs at the level's nodes
   mask: jax.Array  # [B, W, M] bool, which drafted nodes they attend to
   memory: NewEntries  # [B, G, M, K], of those nodes
   match: Any  # [B, W, S] i32, see `lookup.TextLookup`; None without lookup
@@ -76,8 +79,9 @@ class Drafted(NamedTuple):
 class Eagle:
   """`EagleHead` as pure functions for the decode loop (`draft.interface.DraftNetwork`).
 
-  Its params are `fc` and `layer`, and by reference the target's `embed` [V, D] and `head` [U, D], with `ids` [U] i32,
-  the target ids that the head scores. With a draft vocabulary, U < V and `whole_head` [V, D] is the target's full head.
+  Its params are `fc`, `layer` and perhaps `fusion`, and by reference the target's `embed` [V, D] and `head` [U, D],
+  with `ids` [U] i32, the target ids that the head scores. With a draft vocabulary, U < V and `whole_head` [V, D] is the
+  target's full head.
   All matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [3] f32, where given, replaces the
   defaults of `draft.lookup`; `logit_divisor` [] f32 is what the target divides its logits by.
   """
@@ -92,10 +96,20 @@ class Eagle:
     return 1
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
-    """Initialise `fc` and `layer` at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
-    column_D1 = jnp.zeros((self.config.width, 1), self.dtype)
+    """Initialise an EAGLE-2 head at random, and make it this one by `extend`.
+
+    Under `jax.eval_shape` these are the shapes that a checkpoint must have.
+    """
+    return self.extend(self._draw(dataclasses.replace(self.config, **self.config.PLAIN), key), key)
+
+  def _draw(self, config: Any, key: jax.Array) -> dict[str, Any]:
+    column_D1 = jnp.zeros((config.width, 1), self.dtype)
     position_BT = jnp.zeros((1, 1), jnp.int32)
-    return EagleHead(self.config).init(key, column_D1, column_D1, position_BT, no_attention)['params']
+    return EagleHead(config).init(key, column_D1, column_D1, position_BT, no_attention)['params']
+
+  def extend(self, params: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+    """Add to the parameters of an EAGLE-2 head what this one has beyond it; its outputs stay as they are."""
+    return griffin.add_to_params(params, self._draw(self.config, key)) if self.config.griffin else params
 
   def fuse_taps(self, params, taps) -> jax.Array:
     """Turn the target's taps into the features [D, B, P] that the layer takes; some kinds take more than D numbers."""
@@ -103,15 +117,15 @@ class Eagle:
 
   def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
     """Turn the outputs at nodes into the features [D, B, W] that their children take, as many as of `fuse_taps`."""
-    return out_DBW
+    return out_DBW[-self.config.width :]  # of GRIFFIN's two vectors the second
 
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
     """Turn outputs into the inputs of the language-model head, [D, R]."""
-    return divide_for_head(params, out_DR)
+    return divide_for_head(params, out_DR[: self.config.width])  # of GRIFFIN's two vectors the first
 
   def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
     """Run T pairs of (next token, feature): outputs [D, B, T], and the memory that `attention` returns."""
-    variables = {'params': {name: params[name] for name in ('fc', 'layer')}}
+    variables = {'params': {name: params[name] for name in ('fc', 'fusion', 'layer') if name in params}}
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
     out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, attention)

@@ -37,12 +37,12 @@ class EagleTaps(Eagle):
   config: EagleTapsConfig
   fuses: ClassVar[frozenset[str]] = frozenset({'taps'})
 
-  def init_params(self, key: jax.Array) -> dict[str, Any]:
-    """Initialise at random, but the taps' `fc` with zeros: the function is that of an EAGLE-2 head."""
+  def extend(self, params: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+    """Add taps whose `fc` is zeros, and what `Eagle` adds."""
     taps = (jnp.zeros((self.config.target_width, 1), self.dtype),) * len(self.config.taps)
-    params = TapFusion(self.config).init(jax.random.key(0), taps)['params']
-    silent = {'fc': jax.tree.map(jnp.zeros_like, params['fc'])}
-    return super().init_params(key) | {'taps': params | silent}
+    fusion = TapFusion(self.config).init(jax.random.key(0), taps)['params']
+    silent = {'fc': jax.tree.map(jnp.zeros_like, fusion['fc'])}
+    return super().extend(params, key) | {'taps': fusion | silent}
 
   def fuse_taps(self, params, taps) -> jax.Array:
     taps_DR = tuple(tap_DBP.reshape(tap_DBP.shape[0], -1).astype(self.dtype) for tap_DBP in taps.residual)
@@ -50,4 +50,5 @@ class EagleTaps(Eagle):
     return jnp.concatenate([taps.feature.astype(self.dtype), added_DR.reshape(taps.feature.shape)])
 
   def next_feature(self, params, out_DBW: jax.Array) -> jax.Array:
-    return jnp.concatenate([out_DBW, jnp.zeros_like(out_DBW)])
+    feature_DBW = super().next_feature(params, out_DBW)
+    return jnp.concatenate([feature_DBW, jnp.zeros_like(feature_DBW)])

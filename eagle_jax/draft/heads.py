@@ -143,6 +143,8 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
   keys = Keys(content)
   require_architecture(folder, keys, _EAGLE_ARCHITECTURES)
   architecture = ''.join(keys.get('architectures', []))
+  # Its config.json is that of an EAGLE-2 head, so only the tensors tell. Its `fc` has a bias whatever "bias" says.
+  is_griffin = 'fc.fc.weight' in read_names(folder)
   if SPECULATORS in keys:
     layer = speculators_layer(folder, keys)
     has_fc_bias = keys.flag('fusion_bias')
@@ -151,7 +153,7 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
   else:
     layer = keys.nested('model') if keys.get('model_type') == 'eagle' else keys
     never = architecture == 'EagleLlamaForCausalLM'  # vLLM builds none
-    has_fc_bias = layer.flag('bias', keys.flag('eagle_fc_bias', not never))
+    has_fc_bias = layer.flag('bias', keys.flag('eagle_fc_bias', not never)) or is_griffin
     require_value(folder, layer, 'num_hidden_layers', (1,), 'a drafter has one layer')
     _read_past(keys, layer, _WINDOW)  # none of these engines gives it a window
   fields = layer_fields(folder, layer)
@@ -162,6 +164,7 @@ def read_eagle(folder: Path, content: Mapping[str, Any], target: TargetConfig) -
     **fields,
     **biases,
     fc_bias=has_fc_bias,
+    griffin=is_griffin,
     draft_vocab_size=len(_written_ids(folder)) or None,
     name=folder.name,
   )

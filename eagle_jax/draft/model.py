@@ -35,6 +35,10 @@ class ModelConfig(DrafterBase):
     return self.model.name
 
   @property
+  def width(self) -> int:
+    return self.model.width
+
+  @property
   def num_ids(self) -> int:
     """Number of ids that it may draft: those that both models know."""
     return min(self.model.vocab_size, self.vocab_size)

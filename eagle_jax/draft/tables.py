@@ -18,14 +18,34 @@ from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, l
 
 
 def eagle_table(config: DrafterConfig) -> Table:
-  """Make the table of EAGLE-1/2: one layer without an input norm, and perhaps an embedding."""
-  width, block = config.width, 'layers.0'
-  entries = {'fc.weight': Entry(('fc', 'weight'), (width, 2 * width))}
+  """Make the table of EAGLE-1/2: one layer without an input norm, and perhaps an embedding.
+
+  GRIFFIN's names are those of its published files: all that stands in front of the layer is `fc`.
+  """
+  width, block, fc = config.width, 'layers.0', 'fc.fc' if config.griffin else 'fc'
+  entries = {f'{fc}.weight': Entry(('fc', 'weight'), (width, 2 * width))}
   if config.fc_bias:
-    entries['fc.bias'] = Entry(('fc', 'bias'), (width,))
+    entries[f'{fc}.bias'] = Entry(('fc', 'bias'), (width,))
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
   entries |= projection_entries(config.as_layer(), ('layer',), block, HF_PROJECTIONS)
-  return head_table(config, entries)
+  return head_table(config, _with_griffin(config, entries) if config.griffin else entries)
+
+
+def _with_griffin(config: DrafterConfig, entries: dict[str, Entry]) -> dict[str, Entry]:
+  """Add the fusion of GRIFFIN's head, and double what comes out of its layer."""
+  width, ffn_width = config.width, config.ffn_width
+  down = {name: entry for name, entry in entries.items() if entry.path[-3:-1] == ('mlp', 'down')}
+  twice = {name: dataclasses.replace(entry, shape=(2 * width, *entry.shape[1:])) for name, entry in down.items()}
+  return (
+    entries
+    | twice
+    | {
+      'fc.post_attention_layernorm.weight': Entry(('fusion', 'x_norm', 'scale'), (width,)),
+      'fc.mlp.input_layernorm.weight': Entry(('fusion', 'norm', 'scale'), (width,)),
+      'fc.mlp.up_proj.weight': Entry(('fusion', 'up', 'weight'), (ffn_width, 2 * width)),
+      'fc.mlp.down_proj.weight': Entry(('fusion', 'down', 'weight'), (width, ffn_width)),
+    }
+  )
 
 
 def eagle_taps_table(config: EagleTapsConfig) -> Table:

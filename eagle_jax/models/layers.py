@@ -258,12 +258,13 @@ class SwiGLU(nn.Module):
   ffn_width: int
   use_bias: bool = False
   activation: str = 'silu'
+  num_outputs: int = 1  # vectors that `down` gives, one after the other
 
   @nn.compact
   def __call__(self, x_DR: jax.Array) -> jax.Array:
     gate_FR, up_FR = Linear((2, self.ffn_width), self.use_bias, name='gate_up')(x_DR)
     active_FR = activate(gate_FR, up_FR, self.activation)
-    return Linear((x_DR.shape[0],), self.use_bias, name='down')(active_FR)
+    return Linear((self.num_outputs * x_DR.shape[0],), self.use_bias, name='down')(active_FR)
 
 
 def route(logits_ER: jax.Array, experts_per_token: int, *, is_normalised: bool = True) -> jax.Array:
@@ -339,10 +340,11 @@ class DecoderLayer(nn.Module):
 
   config: TargetConfig  # see `TargetConfig.layer` and `DrafterConfig.as_layer`
   has_input_norm: bool = True
+  num_outputs: int = 1  # GRIFFIN: vectors that come out; the feed-forward network adds another share to each
 
   @nn.compact
   def __call__(self, x_DR, rotation: Rotation, attention: AttentionFn):
-    """Return [D, R], and the memory of `attention`."""
+    """Return the outputs, [D, R] or [num_outputs x D, R], and the memory of `attention`."""
     c = self.config
 
     def read(x_DR, name, has_norm):
@@ -352,8 +354,10 @@ class DecoderLayer(nn.Module):
       branch_DR = read(branch_DR, name, c.has_output_norms)
       return x_DR + (branch_DR if c.residual_scale == 1 else branch_DR * c.residual_scale)
 
-    mlp = Experts(c, name='mlp') if c.num_experts else SwiGLU(c.ffn_width, c.mlp_bias, c.activation, name='mlp')
+    swiglu = functools.partial(SwiGLU, c.ffn_width, c.mlp_bias, c.activation, self.num_outputs)
+    mlp = Experts(c, name='mlp') if c.num_experts else swiglu(name='mlp')
     read_DR = read(x_DR, 'attn_norm', self.has_input_norm and c.has_input_norms)
     attended_DR, memory = Attention(c, name='attn')(read_DR, rotation, attention)
     x_DR = add(x_DR, attended_DR, 'attn_out_norm')
-    return add(x_DR, mlp(read(x_DR, 'mlp_norm', c.has_input_norms)), 'mlp_out_norm'), memory
+    branch_DR = mlp(read(x_DR, 'mlp_norm', c.has_input_norms))
+    return add(jnp.concatenate([x_DR] * self.num_outputs), branch_DR, 'mlp_out_norm'), memory

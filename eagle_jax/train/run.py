@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from eagle_jax.config import DrafterConfig, TargetConfig, require_match
 from eagle_jax.device import ran_on
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.kinds import kind_of, name_of_kind
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.features import choose_taps
 from eagle_jax.files import differences
@@ -105,7 +105,9 @@ def run(
 
 
 def first_weights(name: str, target: Target, config: Any) -> Drafter:
-  """Load the drafter that training begins with: as DRAFTER describes, or an EAGLE-2 head, for one with taps or slots.
+  """Load the drafter that training begins with: as DRAFTER describes, or an EAGLE-2 head that it has more than.
+
+  Taps, slots and GRIFFIN's block have no effect yet on the tokens that are drafted first.
 
   Raises:
     ValueError: it is of another kind, or has other sizes.
@@ -113,11 +115,11 @@ def first_weights(name: str, target: Target, config: Any) -> Drafter:
   drafter = load_drafter(name, target, dtype='float32')
   ours, needed = kind_of(drafter.config), kind_of(config)
   free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
-  if name_of_kind(drafter.config) == 'eagle2' and isinstance(config, DrafterConfig) and ours is not needed:
-    # What is new has no effect yet on the tokens that are drafted first.
-    new = {name: x for name, x in vars(config).items() if name not in vars(drafter.config)}
-    widened = type(config)(**vars(drafter.config), **new)
-    drafter = Drafter(widened, needed.network(widened).init_params(jax.random.key(0)) | drafter.params)
+  is_plain = isinstance(drafter.config, DrafterConfig) and drafter.config.is_plain
+  if is_plain and isinstance(config, DrafterConfig):
+    own = {name: x for name, x in vars(drafter.config).items() if name not in DrafterConfig.PLAIN}
+    extended = type(config)(**vars(config) | own)
+    drafter = Drafter(extended, needed.network(extended).extend(drafter.params, jax.random.key(0)))
   elif ours is not needed:
     raise ValueError(f'Drafter {name!r} is of kind {ours.title}; training begins with {needed.title}, or with none.')
   if wrong := differences(dataclasses.asdict(drafter.config) | free, dataclasses.asdict(config)):

@@ -245,7 +245,8 @@ def loss_and_metrics(params, frozen: Frozen, packed: Packed, key, *, network: Ea
 
   means = {'cross_entropy': distilled.cross_entropy}
   if 'head' not in read:
-    means['regression'] = losses.regression(out_DdBL, rows.target[:, None])
+    # Of GRIFFIN's two vectors the second is the feature that the next step reads.
+    means['regression'] = losses.regression(out_DdBL[-network.config.width :], rows.target[:, None])
     loss_dBL += objective.regression * means['regression']
   ranks = distilled.ranks
   means['chain'] = prefix_correct(ranks.label == 0) & (ranks.label == 0)

@@ -28,6 +28,7 @@ from torch_heads import (
   eagle3_weights,
   eagle_weights,
   fused,
+  griffin_weights,
   our_outputs,
   told,
   weights,
@@ -80,11 +81,19 @@ def target():
   return tiny.target(TARGET)
 
 
-@pytest.mark.parametrize('qkv_bias', [False, True])
-@pytest.mark.parametrize('layout', [safeailab, sglang])
-def test_eagle_heads(target, tmp_path, layout, qkv_bias):
-  w = eagle_weights(qkv_bias=qkv_bias)
-  drafter = load(tmp_path, layout(w, tmp_path, 2) | ({'qkv_bias': True} if qkv_bias else {}), target)
+@pytest.mark.parametrize(
+  ('layout', 'w', 'content'),
+  [
+    (safeailab, eagle_weights(), {}),
+    (safeailab, eagle_weights(qkv_bias=True), {'qkv_bias': True}),
+    (sglang, eagle_weights(), {}),
+    (sglang, eagle_weights(qkv_bias=True), {'qkv_bias': True}),
+    (safeailab, griffin_weights(), {}),
+    (safeailab, griffin_weights(), {'bias': False}),  # which its reference gives no meaning
+  ],
+)
+def test_eagle_heads(target, tmp_path, layout, w, content):
+  drafter = load(tmp_path, layout(w, tmp_path, 2) | content, target)
   feature = told((D, 1, len(TOKENS)))
   outputs, logits = our_outputs(target, drafter, TOKENS, Taps(jnp.asarray(feature)), DRAFTED)
   embed, f = torch.tensor(np.asarray(target.params['embed']['weight'])), torch.tensor(feature[:, 0].T)

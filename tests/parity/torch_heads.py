@@ -86,6 +86,15 @@ def eagle_outputs(w, e, f, s):
   return y + mlp(w, rms(y, w['layers.0.post_attention_layernorm.weight']))
 
 
+def griffin_outputs(w, e, f, s):
+  """Two vectors a row: what the head reads, and the next feature."""
+  h, norm = torch.cat([e, f], -1) @ w['fc.fc.weight'].T + w['fc.fc.bias'], w['fc.mlp.input_layernorm.weight']
+  both = torch.cat([rms(rms(h, w['fc.post_attention_layernorm.weight']), norm), rms(e, norm)], -1)
+  x = h + torch.nn.functional.silu(both @ w['fc.mlp.up_proj.weight'].T) @ w['fc.mlp.down_proj.weight'].T
+  y = x + attention(w, x, s)
+  return torch.cat([y, y], -1) + mlp(w, rms(y, w['layers.0.post_attention_layernorm.weight']))
+
+
 def fused(w, taps, s):
   """What the head makes of taps [n, target width] each, or of the final feature where it is alone."""
   if not s.is_fused:
@@ -107,11 +116,11 @@ def eagle3_outputs(w, e, h, s):
 
 def drafted_outputs(w, embed, tokens, drafted, features, s, *, is_eagle3):
   """Outputs of a prefix, whose features are given, and of one drafted token after another; and what the head reads."""
-  outputs = eagle3_outputs if is_eagle3 else eagle_outputs
+  outputs = eagle3_outputs if is_eagle3 else griffin_outputs if 'fc.fc.weight' in w else eagle_outputs
   for number in range(len(drafted) + 1):
     out = outputs(w, embed[tokens + drafted[:number]], features, s)
-    features = torch.cat([features, rms(out[-1:], w['norm.weight']) if s.norm_output else out[-1:]])
-  return out, rms(out, w['norm.weight']) if is_eagle3 else out
+    features = torch.cat([features, rms(out[-1:], w['norm.weight']) if s.norm_output else out[-1:, -D:]])
+  return out, rms(out, w['norm.weight']) if is_eagle3 else out[:, :D]
 
 
 # Weights to run it with.
@@ -143,6 +152,16 @@ def eagle_weights(*, qkv_bias: bool = False) -> dict:
     heads = ('q', HEADS), ('k', KV_HEADS), ('v', KV_HEADS)
     shapes |= {f'layers.0.self_attn.{name}_proj.bias': (n * K,) for name, n in heads}
   return weights(shapes)
+
+
+def griffin_weights() -> dict:
+  shapes = {'fc.fc.weight': (D, 2 * D), 'fc.fc.bias': (D,), 'fc.post_attention_layernorm.weight': (D,)}
+  shapes |= {
+    'fc.mlp.input_layernorm.weight': (D,),
+    'fc.mlp.up_proj.weight': (F, 2 * D),
+    'fc.mlp.down_proj.weight': (D, F),
+  }
+  return weights(shapes | layer_shapes(D) | {'layers.0.mlp.down_proj.weight': (2 * D, F)})
 
 
 def eagle3_weights(target_width: int = D) -> dict:
