@@ -1,6 +1,6 @@
 """What taps, a larger head and parts of the objective are worth, trained on from the shipped head on the same answers.
 
-    for variant in eagle2 taps griffin five_steps noise lk length second_stage; do
+    for variant in eagle2 taps second_layer griffin five_steps noise lk length second_stage; do
       python launch/train.py --config=configs/smollm2_taps_ablation.py --variant=$variant --prompts=PROMPTS.jsonl.gz \
         --out=runs/smollm2_taps --initial=smollm2-135m-eagle2 --report_every=100
     done
@@ -32,6 +32,7 @@ def _recipe(**objective) -> dict:
 VARIANTS = {
   'eagle2': {'DRAFTER': runpy.run_path(str(Path(__file__).with_name('smollm2_eagle2.py')))['DRAFTER'], **_recipe()},
   'taps': _recipe(),
+  'second_layer': {'DRAFTER': dataclasses.replace(DRAFTER, num_layers=2), **_recipe()},
   'griffin': {'DRAFTER': dataclasses.replace(DRAFTER, griffin=True), **_recipe()},
   'five_steps': _recipe(num_steps=5),
   'noise': _recipe(perturbed_cross_entropy=0.5),  # the verifier's decision under its own noise

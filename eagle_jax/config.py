@@ -153,7 +153,7 @@ class HeadSizes(DrafterBase):
   # Fields that older drafter folders lack: a missing one has its default.
   MAY_LACK: ClassVar[frozenset[str]] = frozenset({
     'rope_slowdown', 'rope_factor', 'rope_scaling', 'own_embedding', 'o_bias', 'qkv_bias', 'qk_norm', 'fc_bias',
-    'window', 'fc_norm', 'norm_before_fc', 'norm_output', 'mlp_bias', 'griffin',
+    'window', 'fc_norm', 'norm_before_fc', 'norm_output', 'mlp_bias', 'num_layers', 'griffin',
   })  # fmt: skip
 
   vocab_size: int  # of the target
@@ -188,7 +188,7 @@ class HeadSizes(DrafterBase):
     """Return the config of a target whose layers are all like the drafter's."""
     of_target = {field.name for field in dataclasses.fields(TargetConfig)}
     shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in of_target}
-    return TargetConfig(**shared, num_layers=1, max_context=1)
+    return TargetConfig(**(shared | {'num_layers': 1, 'max_context': 1}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,15 +199,17 @@ class DrafterConfig(HeadSizes):
   """
 
   # Fields that add something to the published head, with what they are in it; see `draft.eagle.Eagle.extend`.
-  PLAIN: ClassVar[dict[str, Any]] = {'griffin': False}
+  PLAIN: ClassVar[dict[str, Any]] = {'num_layers': 1, 'griffin': False}
 
   fc_bias: bool = True  # the reference's default when its config.json has no "bias"
   name: str = 'drafter'
   _: dataclasses.KW_ONLY
+  num_layers: int = 1  # those after the first are ordinary decoder layers, with a norm of their input
   griffin: bool = False  # GRIFFIN: the token is fused in once more, and two vectors come out, see `draft.griffin`
 
   def __post_init__(self):
     self._require_sizes()
+    require_positive(self, 'num_layers')
 
   @property
   def target_width(self) -> int:
@@ -215,8 +217,8 @@ class DrafterConfig(HeadSizes):
 
   @property
   def is_plain(self) -> bool:
-    """Whether it is the published head, nothing more."""
-    return type(self) is DrafterConfig and all(getattr(self, name) == value for name, value in self.PLAIN.items())
+    """Whether its layers are those of the published head; a kind of its own may have more beside them."""
+    return all(getattr(self, name) == value for name, value in self.PLAIN.items())
 
 
 @dataclasses.dataclass(frozen=True)

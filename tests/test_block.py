@@ -35,11 +35,14 @@ def target():
 
 @pytest.fixture(scope='module')
 def drafter():
-  params = Block(CONFIG).init_params(jax.random.key(0))
-  keys = jax.random.split(jax.random.key(1), 2)
+  """One of two layers, of which the second adds something, too."""
+  config = dataclasses.replace(CONFIG, num_layers=2)
+  params = Block(config).init_params(jax.random.key(0))
+  keys = jax.random.split(jax.random.key(1), 3)
   params['slot'] = {'bias': jax.random.normal(keys[0], (32,))}
   params['below'] = {'weight': jax.random.normal(keys[1], (32, 8))}
-  return Drafter(CONFIG, params)
+  params['layer_1'] = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(keys[2], x.shape), params['layer_1'])
+  return Drafter(config, params)
 
 
 def test_the_text_is_plain(target, drafter):

@@ -482,7 +482,7 @@ def test_bad_drafters(tmp_path, target, drafter):
   hub.save_drafter(drafter, tmp_path / 'saved')
   content = json.loads((tmp_path / 'saved' / 'config.json').read_text())
   for changed, message in (
-    (content | {'kind': 'medusa'}, r"kind 'medusa', lacks \['max_depth', 'num_layers', 'own_heads'\]"),
+    (content | {'kind': 'medusa'}, r"kind 'medusa', lacks \['max_depth', 'own_heads'\]"),
     (content | {'kind': 'mamba'}, "kind 'mamba' is not supported; one of"),
     ({name: value for name, value in content.items() if name != 'norm_eps'}, r"lacks \['norm_eps'\]"),
     (content | {'width': '32'}, "`width` = '32'"),

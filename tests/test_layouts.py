@@ -209,7 +209,9 @@ def test_what_a_layout_cannot_say_is_an_error(target, tmp_path, changes, layout,
   assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize(('changes', 'layout'), [*itertools.product([{'griffin': True}], sorted(export.LAYOUTS))])
+@pytest.mark.parametrize(
+  ('changes', 'layout'), [*itertools.product([{'griffin': True}, {'num_layers': 2}], sorted(export.LAYOUTS))]
+)
 def test_what_is_beyond_eagle_2_is_an_error_too(target, tmp_path, changes, layout):
   with pytest.raises(ValueError, match=rf'cannot express \[{[*changes][0]!r}\]'):
     hub.export_drafter(eagle(**changes), tmp_path / 'out', target, layout=layout)

@@ -1,6 +1,6 @@
 """EAGLE-2 heads that are more than the published one: where they begin, what they decode, their files; and training.
 
-They have taps of the target's middle layers, or GRIFFIN's block.
+They have taps of the target's middle layers, GRIFFIN's block, or a second layer.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from eagle_jax.evaluate.trace import trace
 from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
 from eagle_jax.train import run as whole_run
 from eagle_jax.train.flops import step_flops
-from eagle_jax.train.loop import train
+from eagle_jax.train.loop import settings, train
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
 
@@ -39,6 +39,8 @@ CONFIG = EagleTapsConfig(**SIZES, fc_bias=False, taps=TAPS)
 MORE = {
   'taps': CONFIG,
   'griffin': DrafterConfig(**SIZES, fc_bias=False, griffin=True),
+  'layers': DrafterConfig(**SIZES, fc_bias=False, num_layers=2),
+  'all': EagleTapsConfig(**SIZES, fc_bias=False, taps=TAPS, griffin=True, num_layers=3),
 }
 
 
@@ -88,7 +90,11 @@ def tapping(learned):
 @pytest.mark.parametrize('sampling', tiny.SAMPLINGS, ids=['greedy', 'sampled'])
 @pytest.mark.parametrize(
   ('more', 'policy'),
-  [*(('taps', policy) for policy in POLICIES), ('griffin', POLICIES[0])],
+  [
+    *(('taps', policy) for policy in POLICIES),
+    *((name, POLICIES[0]) for name in ('griffin', 'layers')),
+    pytest.param('all', POLICIES[0], marks=pytest.mark.slow),
+  ],
   ids=lambda x: x if isinstance(x, str) else x.describe(),
 )
 def test_text_is_plain_and_what_is_new_drafts_as_eagle2_at_first(
@@ -112,8 +118,9 @@ def test_a_head_with_taps_comes_back_and_no_other_layout_takes_it(target, tappin
   tiny_files.assert_only_own_layout(target, tapping, tmp_path)
 
 
-def test_a_head_with_griffins_block_comes_back(target, learned, tmp_path):
-  for one in (learned['griffin'], learned['griffin'].with_ids([5, 3, 90, 11])):
+@pytest.mark.parametrize('more', MORE)
+def test_a_head_comes_back(target, learned, tmp_path, more):
+  for one in (learned[more], learned[more].with_ids([5, 3, 90, 11])):
     hub.save_drafter(one, tmp_path / 'own')
     again = hub.load_drafter(tmp_path / 'own', target)
     assert again.config == one.config
@@ -126,9 +133,16 @@ def test_an_older_folder_says_nothing_of_what_is_new(target, head, tmp_path):
   content = json.loads(path.read_text())
   path.write_text(json.dumps({name: x for name, x in content.items() if name not in DrafterConfig.PLAIN}))
   assert hub.load_drafter(path.parent, target).config == head.config
+  told = {
+    name: {key for key in settings(config, RECIPE) if key.startswith('drafter.')} for name, config in MORE.items()
+  }
+  assert told['layers'] - told['griffin'] == {'drafter.num_layers'}
+  assert told['griffin'] - told['layers'] == {'drafter.griffin'}
 
 
-@pytest.mark.parametrize('more', MORE)
+@pytest.mark.parametrize(
+  'more', ['taps', *(pytest.param(name, marks=pytest.mark.slow) for name in ('griffin', 'layers'))]
+)
 def test_a_quantised_head_writes_the_same_text(target, learned, more):
   how = {'policy': POLICIES[0], 'trace': True, **tiny.HOW}  # a program of the test above
   texts = [generate(target, drafter, tiny.PROMPTS, **how) for drafter in (learned[more], learned[more].quantised())]
@@ -144,9 +158,11 @@ def test_taps_are_layers_of_the_target(target, taps):
     dataclasses.replace(CONFIG, taps=(1, 3)).tapped_layers(target.config.num_layers)
 
 
-def test_a_block_drafter_has_one_vector():
+def test_bad_configs():
   with pytest.raises(ValueError, match='BlockConfig: `griffin` must be False'):
     BlockConfig(**SIZES, rank=4, griffin=True)
+  with pytest.raises(ValueError, match='`num_layers` = 0'):
+    dataclasses.replace(CONFIG, num_layers=0)
 
 
 EAGLE3 = Eagle3Config(**SIZES, target_width=32, taps=(0, 1, 2), fc_norm=True, norm_output=True, draft_vocab_size=60)
@@ -193,13 +209,13 @@ def test_an_eagle3_head_is_calibrated_and_drafts_in_8_bits(target):
 
 OBJECTIVES = {
   'eagle2-taps': Objective(num_steps=2, step_decay=0.8, perturbed_cross_entropy=0.5, length_floor=0.5),
-  'griffin': Objective(num_steps=2, reachable_top=3),
+  'all': Objective(num_steps=2, reachable_top=3),
   'eagle3': Objective(regression=0.0, lk_hybrid=1.0, num_steps=2, is_detached=False, skips_unknown=True),
 }
 RECIPE = Recipe(num_steps=4, num_rows=2, num_places=32, chunk_places=8, warmup_steps=1, learning_rate=1e-2)
 FEW = {
   kind: dataclasses.replace(config, draft_vocab_size=40)
-  for kind, config in (('eagle2-taps', CONFIG), ('griffin', MORE['griffin']), ('eagle3', EAGLE3))
+  for kind, config in (('eagle2-taps', CONFIG), ('all', MORE['all']), ('eagle3', EAGLE3))
 }
 
 
@@ -228,8 +244,7 @@ def test_heads_learn_and_resume(target, learned, tmp_path, monkeypatch, kind):
   config, recipe = FEW[kind], dataclasses.replace(RECIPE, objective=OBJECTIVES[kind])
   first_head = {'eagle2-taps': 'taps'}.get(kind, kind)
   initial = learned[first_head].with_ids([*range(90, 50, -1)]) if first_head in learned else None
-  taps, how = config.tapped_layers(2), {'initial': initial, 'report_every': 4, 'num_traced': 2 if initial else 0}
-  examples = [one._replace(feature=one.feature[:, : 32 * (1 + len(taps))]) for one in recorded(taps or TAPS)]
+  examples, how = recorded(config.taps), {'initial': initial, 'report_every': 4, 'num_traced': 2 if initial else 0}
   run = functools.partial(train, target, config, examples[:10], examples[10:], recipe, **how)
   metrics = run(tmp_path / 'run')
   assert run(tmp_path / 'run') == metrics
@@ -280,4 +295,6 @@ def test_taps_are_fused_once_a_place_and_the_rest_in_every_step():
     return (ours - theirs) / (6 * RECIPE.num_rows * RECIPE.num_places)
 
   assert more_than_plain(CONFIG) == 2 * 32 * 32
+  layer = 32 * (2 * 32 + 2 * 16) + 3 * 64 * 32 + 32 * RECIPE.num_places  # attention is to half the places
+  assert more_than_plain(MORE['layers']) == 3 * layer
   assert more_than_plain(MORE['griffin']) == 3 * (3 * 64 * 32 + 64 * 32)  # the fusion, and twice what comes out

@@ -210,7 +210,7 @@ def test_frequent_ids_come_from_answers_and_hold_the_forced():
 def chain_by_decoding(params, packed: Packed, taps: Taps, row, *, network, num_steps: int):
   """[num_steps, D]: outputs of a chain drafted from `row` of a single text, by the drafter's own cache."""
   num_places = taps.feature.shape[2]
-  cache = kv_cache.init(network.config, num_layers=1, batch=1, num_slots=num_places, dtype=jnp.float32)
+  cache = kv_cache.init(network.config, num_layers=network.num_layers, batch=1, num_slots=num_places, dtype=jnp.float32)
   causal_1LL = jnp.tri(num_places, dtype=bool)[None]
   inputs = packed.next_token, network.fuse_taps(params, taps), packed.position, causal_1LL
   out_D1L, entries = network.forward(params, *inputs, cache)
@@ -233,7 +233,8 @@ NETWORKS = {
   'eagle2': Eagle(DRAFTER),
   'eagle2-taps': EagleTaps(EagleTapsConfig(**SIZES, taps=(0, 1))),
   'griffin': Eagle(DrafterConfig(**SIZES, griffin=True)),
-  'block': Block(BlockConfig(**SIZES, rank=4)),
+  'layers': Eagle(DrafterConfig(**SIZES, num_layers=2)),
+  'block': Block(BlockConfig(**SIZES, rank=4, num_layers=2)),
   'eagle3': Eagle3(Eagle3Config(**SIZES, target_width=16, taps=(0, 1), fc_norm=True, norm_output=True)),
 }
 
@@ -275,10 +276,10 @@ def test_gradients_stop_between_steps_only_if_detached():
     return out_DdBL[:, 1, 0, 8].sum()
 
   def with_constant_input(feature_DBL):
-    step = functools.partial(network.apply_layer, params, packed.next_token, position_BT=packed.position)
-    _, memory = step(feature_DBL, attention=multistep_attention((), packed.sequence))
+    step = functools.partial(network.apply_layers, params, packed.next_token, position_BT=packed.position)
+    _, (memory,) = step(feature_DBL, attentions=[multistep_attention((), packed.sequence)])
     second = multistep_attention(memory, packed.sequence)
-    return step(jnp.roll(first_DBL, 1, axis=2), attention=second)[0][:, 0, 8].sum()
+    return step(jnp.roll(first_DBL, 1, axis=2), attentions=[second])[0][:, 0, 8].sum()
 
   expected, detached, attached = (
     jax.jit(jax.grad(f))(feature_DBL)

@@ -9,6 +9,7 @@ level of a tree then costs that and the language-model head, but no layer.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -51,12 +52,12 @@ class Block(Eagle):
     slot_DBW = jnp.broadcast_to(params['slot']['bias'][:, None, None], out_DBW.shape).astype(out_DBW.dtype)
     return jnp.concatenate([jnp.zeros_like(out_DBW), slot_DBW])
 
-  def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
+  def apply_layers(self, params, token_BT, feature_DBT, position_BT, attentions: Sequence[AttentionFn]):
     """Run places of the text as `Eagle`; slots read no token, and their outputs are corrected by those given."""
     if feature_DBT.shape[0] == self.config.width:
-      return super().apply_layer(params, token_BT, feature_DBT, position_BT, attention)
-    out_DBT, memory = super().apply_layer(params, jnp.zeros_like(token_BT), feature_DBT, position_BT, attention)
-    return self.correct(params, out_DBT, token_BT), memory
+      return super().apply_layers(params, token_BT, feature_DBT, position_BT, attentions)
+    out_DBT, memories = super().apply_layers(params, jnp.zeros_like(token_BT), feature_DBT, position_BT, attentions)
+    return self.correct(params, out_DBT, token_BT), memories
 
   def correct(self, params, out_DBW: jax.Array, token_BW: jax.Array) -> jax.Array:
     """Add what the token above tells of the next one; nothing where it is NO_TOKEN."""

@@ -1,4 +1,4 @@
-"""The EAGLE-1/2 head (arXiv:2401.15077): one decoder layer that extrapolates the target's features.
+"""The EAGLE-1/2 head (arXiv:2401.15077): a decoder layer, or several, that extrapolates the target's features.
 
 Position t combines the feature f_t with the embedding of the *next* token x_{t+1}, at RoPE position t. Its output
 predicts f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
@@ -6,7 +6,7 @@ predicts f_{t+1}: the target's own head turns it into a distribution of x_{t+2}.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -38,13 +38,13 @@ from eagle_jax.tree import NO_TOKEN, Candidates
 
 
 class EagleHead(nn.Module):
-  """The module: `fc` over [embedding, feature], perhaps GRIFFIN's fusion, then one decoder layer."""
+  """The module: `fc` over [embedding, feature], perhaps GRIFFIN's fusion, then `layer`, and perhaps `layer_1`, ..."""
 
   config: DrafterConfig
 
   @nn.compact
-  def __call__(self, embedding_DR, feature_DR, position_BT, attention: AttentionFn):
-    """Compute outputs [D, R], of GRIFFIN's head [2D, R]; return them with the memory that `attention` returns.
+  def __call__(self, embedding_DR, feature_DR, position_BT, attentions: Sequence[AttentionFn]):
+    """Compute outputs [D, R], of GRIFFIN's head [2D, R]; return them with what each layer's attention remembers.
 
     `feature_DR` may have 2D numbers: the second half is added to what `fc` gives (see `eagle_taps`).
     """
@@ -54,9 +54,28 @@ class EagleHead(nn.Module):
       x_DR += feature_DR[width:]
     if c.griffin:
       x_DR = griffin.TokenFusion(c.ffn_width, c.norm_eps, name='fusion')(x_DR, embedding_DR)
-    # No input norm, since the feature is already normalised, and no final norm.
-    layer = DecoderLayer(layer_config, has_input_norm=False, num_outputs=1 + c.griffin, name='layer')
-    return layer(x_DR, Rotation.of(layer_config, position_BT), attention)
+    rotation, memories = Rotation.of(layer_config, position_BT), []
+    for index, attention in zip(range(c.num_layers), attentions, strict=True):
+      # The first has no input norm, since the feature is already normalised; there is no final norm.
+      num_outputs = 2 if c.griffin and index == c.num_layers - 1 else 1
+      layer = DecoderLayer(layer_config, index > 0, num_outputs, name=name_of_layer(index))
+      x_DR, memory = layer(x_DR, rotation, attention)
+      memories.append(memory)
+    return x_DR, tuple(memories)
+
+
+def name_of_layer(index: int) -> str:
+  """Return the name of a layer's parameters."""
+  return f'layer_{index}' if index else 'layer'
+
+
+def silence(drawn: Any) -> Any:
+  """Return the parameters of a part with residual branches such that these add nothing."""
+
+  def zero(path: Any, x: jax.Array) -> jax.Array:
+    return jnp.zeros_like(x) if path[-2].key in ('o', 'down') else x
+
+  return jax.tree_util.tree_map_with_path(zero, drawn)
 
 
 class EagleState(NamedTuple):
@@ -79,11 +98,11 @@ class Drafted(NamedTuple):
 class Eagle:
   """`EagleHead` as pure functions for the decode loop (`draft.interface.DraftNetwork`).
 
-  Its params are `fc`, `layer` and perhaps `fusion`, and by reference the target's `embed` [V, D] and `head` [U, D],
-  with `ids` [U] i32, the target ids that the head scores. With a draft vocabulary, U < V and `whole_head` [V, D] is the
-  target's full head.
-  All matrices but `embed` and `whole_head` may be `Quantised`. `lookup_weights` [3] f32, where given, replaces the
-  defaults of `draft.lookup`; `logit_divisor` [] f32 is what the target divides its logits by.
+  Its params are `fc`, `layer` and perhaps `fusion` and `layer_1`, ..., and by reference the target's `embed` [V, D] and
+  `head` [U, D], with `ids` [U] i32, the target ids that the head scores. With a draft vocabulary, U < V and
+  `whole_head` [V, D] is the target's full head. All matrices but `embed` and `whole_head` may be `Quantised`.
+  `lookup_weights` [3] f32, where given, replaces the defaults of `draft.lookup`; `logit_divisor` [] f32 is what the
+  target divides its logits by.
   """
 
   config: Any  # a `DrafterConfig`; subclasses have their own
@@ -93,7 +112,7 @@ class Eagle:
   @property
   def num_layers(self) -> int:
     """Number of its decoder layers, each of which has keys and values in the cache."""
-    return 1
+    return self.config.num_layers
 
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Initialise an EAGLE-2 head at random, and make it this one by `extend`.
@@ -105,11 +124,20 @@ class Eagle:
   def _draw(self, config: Any, key: jax.Array) -> dict[str, Any]:
     column_D1 = jnp.zeros((config.width, 1), self.dtype)
     position_BT = jnp.zeros((1, 1), jnp.int32)
-    return EagleHead(config).init(key, column_D1, column_D1, position_BT, no_attention)['params']
+    attentions = (no_attention,) * config.num_layers
+    return EagleHead(config).init(key, column_D1, column_D1, position_BT, attentions)['params']
 
   def extend(self, params: dict[str, Any], key: jax.Array) -> dict[str, Any]:
-    """Add to the parameters of an EAGLE-2 head what this one has beyond it; its outputs stay as they are."""
-    return griffin.add_to_params(params, self._draw(self.config, key)) if self.config.griffin else params
+    """Add to the parameters of a published head what this one has beyond it; its outputs stay as they are.
+
+    Further layers and GRIFFIN's fusion add nothing yet, and GRIFFIN's two vectors are alike.
+    """
+    if self.config.is_plain:
+      return params
+    new = {name: silence(x) for name, x in self._draw(self.config, key).items() if name not in params}
+    num_outputs, layer = 2 if self.config.griffin and self.num_layers == 1 else 1, params['layer']
+    down = jax.tree.map(lambda x: jnp.concatenate([x] * num_outputs), layer['mlp']['down'])
+    return params | new | {'layer': layer | {'mlp': layer['mlp'] | {'down': down}}}
 
   def fuse_taps(self, params, taps) -> jax.Array:
     """Turn the target's taps into the features [D, B, P] that the layer takes; some kinds take more than D numbers."""
@@ -123,23 +151,27 @@ class Eagle:
     """Turn outputs into the inputs of the language-model head, [D, R]."""
     return divide_for_head(params, out_DR[: self.config.width])  # of GRIFFIN's two vectors the first
 
-  def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
-    """Run T pairs of (next token, feature): outputs [D, B, T], and the memory that `attention` returns."""
-    variables = {'params': {name: params[name] for name in ('fc', 'fusion', 'layer') if name in params}}
+  def apply_layers(self, params, token_BT, feature_DBT, position_BT, attentions: Sequence[AttentionFn]):
+    """Run T pairs of (next token, feature): outputs [D, B, T], and what each layer's attention remembers."""
+    own = {'fc', 'fusion', *map(name_of_layer, range(self.num_layers))}
+    variables = {'params': {name: x for name, x in params.items() if name in own}}
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
-    out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, attention)
+    out: Any = EagleHead(self.config).apply(variables, embedding_DR, feature_DR, position_BT, attentions)
     return out[0].reshape(-1, *feature_DBT.shape[1:]), out[1]
 
   def forward(
     self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier: NewEntries | None = None
   ) -> tuple[jax.Array, NewEntries]:
-    """Run `apply_layer` behind the committed entries and earlier new ones; also return all new entries so far."""
+    """Run `apply_layers` behind the committed entries and earlier new ones; also return all new entries so far."""
     oldest_BT, mask_BTM = see_window(self.config.as_layer().window, position_BT, mask_BTM)
-    before = earlier and (earlier.keys[0], earlier.values[0])
-    attention = CachedAttention(cache.keys[0], cache.values[0], cache.length, mask_BTM, before, oldest_BT)
-    out_DBT, (keys, values) = self.apply_layer(params, token_BT, feature_DBT, position_BT, attention)
-    return out_DBT, NewEntries((keys,), (values,))
+    before: Any = [None] * len(cache.keys) if earlier is None else zip(*earlier, strict=True)
+    attentions = [
+      CachedAttention(keys, values, cache.length, mask_BTM, memory, oldest_BT)
+      for keys, values, memory in zip(cache.keys, cache.values, before, strict=True)
+    ]
+    out_DBT, memories = self.apply_layers(params, token_BT, feature_DBT, position_BT, attentions)
+    return out_DBT, NewEntries(*zip(*memories, strict=True))
 
   def start(self, params, token_BL, taps, length_B, num_slots: int, first_B) -> EagleState:
     """Read the prompts from an empty cache; see `draft.interface.DraftNetwork.start`."""

@@ -6,6 +6,7 @@ it replaces the fused feature in the next draft step.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -69,6 +70,10 @@ class Eagle3(Eagle):
   config: Eagle3Config
   fuses: ClassVar[frozenset[str]] = frozenset({'fc'})
 
+  @property
+  def num_layers(self) -> int:
+    return 1
+
   def init_params(self, key: jax.Array) -> dict[str, Any]:
     """Initialise the module and `head` at random; under `jax.eval_shape`, the shapes that a checkpoint must have."""
     c = self.config
@@ -93,11 +98,12 @@ class Eagle3(Eagle):
   def pre_head(self, params, out_DR: jax.Array) -> jax.Array:
     return self._apply(params, out_DR, method='final')
 
-  def apply_layer(self, params, token_BT, feature_DBT, position_BT, attention: AttentionFn):
+  def apply_layers(self, params, token_BT, feature_DBT, position_BT, attentions: Sequence[AttentionFn]):
     embedding_DR = embed(params['embed'], token_BT.reshape(-1)).astype(self.dtype)
     feature_DR = feature_DBT.reshape(feature_DBT.shape[0], -1).astype(self.dtype)
+    (attention,) = attentions
     out_DR, memory = self._apply(params, embedding_DR, feature_DR, position_BT, attention, method='__call__')
-    return out_DR.reshape(feature_DBT.shape), memory
+    return out_DR.reshape(feature_DBT.shape), (memory,)
 
   def _apply(self, params, *args, method: str) -> Any:
     own = {name: x for name, x in params.items() if name not in ('embed', 'head', 'ids', 'lookup_weights')}

@@ -6,8 +6,6 @@ first, "predict"; the second, "regress", is the feature that the next step reads
 Only the last product of the layer has twice the outputs, and both add the same residual.
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -27,19 +25,3 @@ class TokenFusion(nn.Module):
     both_R = jnp.concatenate([norm(RMSNorm(self.norm_eps, name='x_norm')(x_DR)), norm(embedding_DR)])
     hidden_FR = nn.silu(Linear((self.ffn_width,), name='up')(both_R))
     return x_DR + Linear((x_DR.shape[0],), name='down')(hidden_FR)
-
-
-def add_to_params(params: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
-  """Turn the parameters of an EAGLE-2 head into those of one with GRIFFIN's block and the same outputs.
-
-  The fusion adds nothing yet, and the two vectors that come out are alike.
-
-  Args:
-    params: of the EAGLE-2 head.
-    drawn: the module's with GRIFFIN's block, drawn at random.
-  """
-  silent = {'down': jax.tree.map(jnp.zeros_like, drawn['fusion']['down'])}
-  layer = params['layer']
-  twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), layer['mlp']['down'])
-  layer = layer | {'mlp': layer['mlp'] | {'down': twice}}
-  return params | {'layer': layer, 'fusion': drawn['fusion'] | silent}

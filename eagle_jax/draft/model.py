@@ -58,6 +58,10 @@ class Model(Eagle):
   def network(self) -> TransformerTarget:
     return TransformerTarget(self.config.model, self.dtype)
 
+  @property
+  def num_layers(self) -> int:
+    return self.config.model.num_layers
+
   def forward(self, params, token_BT, feature_DBT, position_BT, mask_BTM, cache: KVCache, earlier=None):
     """Run T tokens behind the cache; what came out at their parents is not read."""
     taps, entries = self.network.forward(params['model'], token_BT, position_BT, mask_BTM, cache, earlier)

@@ -75,11 +75,11 @@ class PEagle(Eagle3):
     """Run the EAGLE-3 layer, then those behind it; a pass follows none that was not committed."""
     if earlier is not None:
       raise ValueError('P-EAGLE drafts in one pass, so none comes after another: `earlier` must be None.')
-    out_DBT, first = super().forward(params, token_BT, feature_DBT, position_BT, mask_BTM, cache)
+    own, behind = (KVCache(cache.keys[part], cache.values[part], cache.length) for part in (slice(1), slice(1, None)))
+    out_DBT, first = super().forward(params, token_BT, feature_DBT, position_BT, mask_BTM, own)
     layers = [params[f'layer_{index}'] for index in range(1, self.num_layers)]
     if not layers:
       return out_DBT, first
-    behind = KVCache(cache.keys[1:], cache.values[1:], cache.length)
     sees = [See(window, mask_BTM) for window in self.config.later_windows]
     out_DR = out_DBT.reshape(len(out_DBT), -1)
     out_DR, later = run_layers(self.config.as_layer(), layers, out_DR, position_BT, sees, behind)

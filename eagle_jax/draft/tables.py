@@ -14,11 +14,12 @@ from eagle_jax.config import (
   MedusaConfig,
   TargetConfig,
 )
+from eagle_jax.draft.eagle import name_of_layer
 from eagle_jax.weights.naming import HF_PROJECTIONS, Entry, Table, head_norms, layer_norms, projection_entries
 
 
 def eagle_table(config: DrafterConfig) -> Table:
-  """Make the table of EAGLE-1/2: one layer without an input norm, and perhaps an embedding.
+  """Make the table of EAGLE-1/2: a layer without an input norm, those behind it, and perhaps an embedding.
 
   GRIFFIN's names are those of its published files: all that stands in front of the layer is `fc`.
   """
@@ -28,13 +29,15 @@ def eagle_table(config: DrafterConfig) -> Table:
     entries[f'{fc}.bias'] = Entry(('fc', 'bias'), (width,))
   entries[f'{block}.post_attention_layernorm.weight'] = Entry(('layer', 'mlp_norm', 'scale'), (width,))
   entries |= projection_entries(config.as_layer(), ('layer',), block, HF_PROJECTIONS)
+  for index in range(1, config.num_layers):
+    entries |= layer_entries(config.as_layer(), name_of_layer(index), f'layers.{index}')
   return head_table(config, _with_griffin(config, entries) if config.griffin else entries)
 
 
 def _with_griffin(config: DrafterConfig, entries: dict[str, Entry]) -> dict[str, Entry]:
-  """Add the fusion of GRIFFIN's head, and double what comes out of its layer."""
-  width, ffn_width = config.width, config.ffn_width
-  down = {name: entry for name, entry in entries.items() if entry.path[-3:-1] == ('mlp', 'down')}
+  """Add the fusion of GRIFFIN's head, and double what comes out of its last layer."""
+  width, ffn_width, last = config.width, config.ffn_width, name_of_layer(config.num_layers - 1)
+  down = {name: entry for name, entry in entries.items() if entry.path[:-1] == (last, 'mlp', 'down')}
   twice = {name: dataclasses.replace(entry, shape=(2 * width, *entry.shape[1:])) for name, entry in down.items()}
   return (
     entries

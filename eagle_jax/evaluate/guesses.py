@@ -68,7 +68,7 @@ def guess(params: Any, token_BL: jax.Array, taps: Any, *, network: Eagle) -> jax
   batch, length = token_BL.shape
   next_BL = jnp.roll(token_BL, -1, axis=1)
   position_BL = jnp.broadcast_to(jnp.arange(length), token_BL.shape)
-  empty = kv_cache.init(network.config, num_layers=1, batch=batch, num_slots=0, dtype=network.dtype)
+  empty = kv_cache.init(network.config, num_layers=network.num_layers, batch=batch, num_slots=0, dtype=network.dtype)
 
   def run(feature_DBL: jax.Array, mask_LM: jax.Array, earlier: Any) -> tuple[jax.Array, Any]:
     mask_BLM = jnp.broadcast_to(mask_LM, (batch, *mask_LM.shape))

@@ -13,7 +13,7 @@ from eagle_jax.train.step import Recipe
 def step_flops(config: Any, recipe: Recipe, *, num_ids: int, reader: TargetConfig | None) -> float:
   """Return the FLOPs of one training step: 2 a multiply-add, padding included, recomputation not.
 
-  The drafter's layer counts three times (forward, and its two products backward), attention over half the places
+  The drafter's layers count three times (forward, and its two products backward), attention over half the places
   likewise; the taps' matrix as often, but in the first step alone; of a drafter of one pass, all is in one step. The
   frozen head counts once for the target, and for each step of the drafter once forward and once backward, or twice if
   it learns; the layers of a target that computes features in the step count once.
@@ -30,10 +30,10 @@ def step_flops(config: Any, recipe: Recipe, *, num_ids: int, reader: TargetConfi
   head = shapes.pop('head', None)
   in_first = [*shapes] if kind.is_one_pass else network.fuses
   fused = sum(_matrices(shapes.pop(name, None)) for name in in_first)
-  attention = 0 if kind.is_one_pass else config.num_heads * config.head_dim * recipe.num_places  # over half the places
-  layer = _matrices(shapes) + attention
+  over_half = 0 if kind.is_one_pass else config.num_heads * config.head_dim * recipe.num_places  # the places
+  layers = _matrices(shapes) + network.num_layers * over_half
   scored = num_ids * (config.target_width + (2 if head is None else 3) * num_steps * width)
-  place = 6 * (num_steps * layer + fused) + 2 * scored
+  place = 6 * (num_steps * layers + fused) + 2 * scored
   if reader is not None:
     place += 2 * reader.num_layers * _layer(reader, recipe.num_places, num_experts=max(1, reader.experts_per_token))
   return float(place * recipe.num_rows * recipe.num_places)

@@ -244,6 +244,9 @@ def _require_objective(config: Any, objective: Objective) -> None:
 def settings(config: Any, recipe: Recipe) -> dict[str, Any]:
   """Return all settings of a run by dotted names."""
   fields = {'drafter': dataclasses.asdict(config), 'recipe': dataclasses.asdict(recipe)}
+  for name, usual in getattr(config, 'PLAIN', {}).items():
+    if fields['drafter'][name] == usual:  # older folders say none
+      del fields['drafter'][name]
   fields['objective'] = fields['recipe'].pop('objective')
   if not recipe.second_stage:
     del fields['recipe']['second_stage']  # older folders say none
@@ -306,9 +309,10 @@ def initial_params(network: Any, frozen: Frozen, examples: Sequence[Example], se
   """Initialise float32 weights at random, around what is known: the next feature resembles the last one.
 
   Heads of its own begin as the target's, if they are as wide, and the rest of EAGLE-3 at random. Medusa's blocks begin
-  without effect. Of EAGLE-2 `fc` hands on half the feature, the layer's branches start small, and embedding and feature
-  are scaled to weigh the same: features are several times larger (17 times in SmolLM2-135M), and left alone the token
-  would hardly count. Normed features that are not at hand are taken to have size 1; of many, some are asked.
+  without effect, and so do further layers of EAGLE-2. Its `fc` hands on half the feature, the first layer's branches
+  start small, and embedding and feature are scaled to weigh the same: features are several times larger (17 times in
+  SmolLM2-135M), and left alone the token would hardly count. Normed features that are not at hand are taken to have
+  size 1; of many, some are asked.
   """
   params = jax.jit(network.init_params)(jax.random.key(seed))
   if 'head' in params:

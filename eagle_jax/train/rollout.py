@@ -89,14 +89,14 @@ def rollout(
   if kind_of(network.config).is_one_pass:
     return heads_by_place(network, params, taps.feature, num_steps)
 
-  def step(params, memory, read_DBL):
-    attend = multistep_attention(memory, packed.sequence, is_leaky=is_leaky)
-    return network.apply_layer(params, packed.next_token, read_DBL, packed.position, attend)
+  def step(params, memories, read_DBL):
+    attentions = [multistep_attention(memory, packed.sequence, is_leaky=is_leaky) for memory in memories]
+    return network.apply_layers(params, packed.next_token, read_DBL, packed.position, attentions)
 
   run = jax.checkpoint(step) if remat else step
-  outs, memory, read_DBL = [], (), network.fuse_taps(params, taps)
+  outs, memories, read_DBL = [], ((),) * network.num_layers, network.fuse_taps(params, taps)
   for _ in range(num_steps):
-    out_DBL, memory = run(params, memory, read_DBL)
+    out_DBL, memories = run(params, memories, read_DBL)
     outs.append(out_DBL)
     before_DBL = jnp.roll(jax.lax.stop_gradient(out_DBL) if is_detached else out_DBL, 1, axis=2)
     read_DBL = network.next_feature(params, before_DBL)

@@ -105,9 +105,9 @@ def run(
 
 
 def first_weights(name: str, target: Target, config: Any) -> Drafter:
-  """Load the drafter that training begins with: as DRAFTER describes, or an EAGLE-2 head that it has more than.
+  """Load the drafter that training begins with: as DRAFTER describes, or an EAGLE-2 head that it adds to.
 
-  Taps, slots and GRIFFIN's block have no effect yet on the tokens that are drafted first.
+  Taps, slots, further layers and GRIFFIN's block have no effect yet on the tokens that are drafted first.
 
   Raises:
     ValueError: it is of another kind, or has other sizes.
@@ -115,7 +115,7 @@ def first_weights(name: str, target: Target, config: Any) -> Drafter:
   drafter = load_drafter(name, target, dtype='float32')
   ours, needed = kind_of(drafter.config), kind_of(config)
   free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
-  is_plain = isinstance(drafter.config, DrafterConfig) and drafter.config.is_plain
+  is_plain = type(drafter.config) is DrafterConfig and drafter.config.is_plain
   if is_plain and isinstance(config, DrafterConfig):
     own = {name: x for name, x in vars(drafter.config).items() if name not in DrafterConfig.PLAIN}
     extended = type(config)(**vars(config) | own)
