@@ -20,7 +20,7 @@ from eagle_jax.decode.prefill import prepare, run_prefill
 from eagle_jax.decode.state import Params, Spec
 from eagle_jax.decode.step import decode_step
 from eagle_jax.draft.drafter import Drafter
-from eagle_jax.draft.eagle import Eagle
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.kernels.tiling import Columns
 from eagle_jax.models.transformer import TransformerTarget
@@ -75,6 +75,11 @@ class ShapedPair:
   dtype: Any = jnp.bfloat16
   is_quantised: bool = False  # whether the drafter is
 
+  @property
+  def network(self) -> Any:
+    """The drafter's, of any kind that borrows the target's head."""
+    return kind_of(self.drafter).network(self.drafter, self.dtype)
+
   def params(self) -> Params:
     """Return the shapes of the parameters of target and drafter, as `decode.build` makes them."""
 
@@ -85,7 +90,7 @@ class ShapedPair:
     head = target.get('head', target['embed'])['weight']
     num_ids = self.drafter.num_ids
     drafts = {'head': {'weight': jax.ShapeDtypeStruct((num_ids, head.shape[1]), head.dtype)}}
-    own = shapes(Eagle(self.drafter, self.dtype)) | drafts | {'ids': jax.ShapeDtypeStruct((num_ids,), jnp.int32)}
+    own = shapes(self.network) | drafts | {'ids': jax.ShapeDtypeStruct((num_ids,), jnp.int32)}
     if self.is_quantised:
       own = jax.eval_shape(lambda own: Drafter(self.drafter, own).quantised().params, own)
     own = self._placed(own)
@@ -93,10 +98,10 @@ class ShapedPair:
     return Params(target, own | borrowed | ({'whole_head': head} if self.drafter.draft_vocab_size else {}))
 
   def spec(self, policy: TreePolicy, drafter: Any = None) -> Spec:
-    """Return the static description, with `drafter` in place of the EAGLE head if it is given."""
+    """Return the static description, with `drafter` in place of the pair's if it is given."""
     network = TransformerTarget(self.target, self.dtype)
     columns = Columns.of(self.mesh.devices.flat[0].platform)
-    return Spec(network, drafter or Eagle(self.drafter, self.dtype), policy, columns=columns)
+    return Spec(network, drafter or self.network, policy, columns=columns)
 
   def prefill(self, spec: Spec) -> tuple[Any, Any]:
     """Compile prefill, and return it with the shapes of the state that it returns."""
