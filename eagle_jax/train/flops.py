@@ -30,8 +30,9 @@ def step_flops(config: Any, recipe: Recipe, *, num_ids: int, reader: TargetConfi
   head = shapes.pop('head', None)
   in_first = [*shapes] if kind.is_one_pass else network.fuses
   fused = sum(_matrices(shapes.pop(name, None)) for name in in_first)
-  over_half = 0 if kind.is_one_pass else config.num_heads * config.head_dim * recipe.num_places  # the places
-  layers = _matrices(shapes) + network.num_layers * over_half
+  layers = _matrices(shapes)
+  if not kind.is_one_pass:
+    layers += network.num_layers * config.num_heads * config.head_dim * recipe.num_places  # over half the places
   scored = num_ids * (config.target_width + (2 if head is None else 3) * num_steps * width)
   place = 6 * (num_steps * layers + fused) + 2 * scored
   if reader is not None:

@@ -138,9 +138,9 @@ def _set_up(
   ids: np.ndarray | None,
 ) -> _Setup:
   """Check the arguments of `train` against each other, and take what is needed of the target."""
-  require_first(recipe, initial)
   if initial is not None:
     initial.require_exact()
+  require_first(recipe, initial)
   mesh = mesh_of(target.params)
   require_whole_share('num_rows', recipe.num_rows, mesh)
   _require_lessons(examples, held_out, recipe)
