@@ -2,12 +2,15 @@
 
 python tests/parity/lossless.py --dtype=int8 --num_tokens=3000   # extra: demo
 
-Drafters without weights of their own for the target begin as the shipped one. Trees are small, so that on a CPU the
-nodes of a batch fit the C++ kernels, whose passes agree to the last bit: there no text may part at all.
+Plain decoding has the same batches, since a prompt is read together with the others of its batch. Drafters without
+weights of their own for the target begin as the shipped one. Prompts are those of the most frequent bucket of lengths,
+so that each kind compiles few programs. Trees are small, so that on a CPU the nodes of a batch fit the C++ kernels,
+whose passes agree to the last bit: there no text may part at all.
 """
 
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +22,7 @@ from eagle_jax.bench import questions
 from eagle_jax.bench.measure import gap_at_divergence
 from eagle_jax.config import BlockConfig, EagleTapsConfig
 from eagle_jax.decode.auto import find_costs
+from eagle_jax.decode.buckets import bucket
 from eagle_jax.models import rounded
 from eagle_jax.policy.kinds import KINDS
 from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree, TreePolicy
@@ -65,13 +69,15 @@ def pairs(target: eagle_jax.Target) -> Iterator[tuple[Any, TreePolicy]]:
 
 
 def answer(target: eagle_jax.Target, drafter: Any, prompts: Sequence[Any], *, batch: int, **options: Any) -> Any:
-  """Return the tokens of every prompt, `batch` at a time, and tokens a target pass."""
+  """Answer prompts, `batch` at a time: return texts, and tokens a target pass. Plain ones end with `--num_tokens`."""
   texts, num_passes = [], 0
   for start in range(0, len(prompts), batch):
     ids = range(start, min(start + batch, len(prompts)))
     out = eagle_jax.generate(target, drafter, prompts[start : start + batch], row_ids=ids, **options)
     texts += out.tokens
     num_passes += sum(map(len, out.num_accepted))
+    if drafter is None and sum(map(len, texts)) >= FLAGS.num_tokens:
+      break
   return texts, (sum(map(len, texts)) - len(texts)) / max(num_passes, 1)
 
 
@@ -80,18 +86,18 @@ def main(_: Sequence[str]) -> None:
   tasks = FLAGS.tasks or questions.tasks_in(FLAGS.questions)
   asked = [questions.read_questions(FLAGS.questions, task) for task in tasks]
   in_turns = [one for several in itertools.zip_longest(*asked) for one in several if one is not None]
-  prompts = [target.tokenizer.encode_prompt(question.turns[0]) for question in in_turns]
-  expected = {}
-  for temperature in TEMPERATURES:
-    how, texts = {'temperature': temperature, 'max_new_tokens': FLAGS.max_new_tokens}, []
-    while sum(map(len, texts)) < FLAGS.num_tokens and len(texts) < len(prompts):
-      ids = range(len(texts), len(texts) + 4)
-      texts += eagle_jax.generate(target, None, prompts[len(texts) : len(texts) + 4], row_ids=ids, **how).tokens
-    expected[temperature] = texts
-    print(f'temperature {temperature:g}: {len(texts)} texts, {sum(map(len, texts))} tokens, plain decoding', flush=True)
+  encoded = [target.tokenizer.encode_prompt(question.turns[0]) for question in in_turns]
+  sizes = [bucket(len(prompt)) for prompt in encoded]
+  prompts = [prompt for prompt, size in zip(encoded, sizes, strict=True) if size == statistics.mode(sizes)]
+  settings, expected = [*itertools.product(TEMPERATURES, FLAGS.batch)], {}
+  for temperature, batch in settings:
+    how = {'temperature': temperature, 'max_new_tokens': FLAGS.max_new_tokens, 'batch': batch}
+    texts = expected[temperature, batch] = answer(target, None, prompts, **how)[0]
+    says = f'{len(texts)} texts, {sum(map(len, texts))} tokens'
+    print(f'plain, temperature {temperature:g}, batch {batch}: {says}', flush=True)
   for drafter, policy in tqdm([*pairs(target)], desc='kinds'):
-    for temperature, batch in itertools.product(TEMPERATURES, FLAGS.batch):
-      texts, sampling = expected[temperature], Sampling.of(temperature=temperature)
+    for temperature, batch in settings:
+      texts, sampling = expected[temperature, batch], Sampling.of(temperature=temperature)
       how = {'temperature': temperature, 'max_new_tokens': FLAGS.max_new_tokens, 'policy': policy, 'batch': batch}
       found, tau = answer(target, drafter, prompts[: len(texts)], **how, costs=find_costs(target, drafter))
       parted = [
