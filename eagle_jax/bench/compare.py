@@ -71,11 +71,11 @@ def candidates(*, lookup: bool | str, costs: Costs | None, num_nodes: Sequence[i
     stopping += [SureMass(**wide, least_mass=x) for x in MASSES]
     stopping += [GapTree(widest, widest, DEPTHS[-1], n, lookup)]
     stopping += [CaPE(**sizes, width=width, max_depth=DEPTHS[-1]) for width in (1, widest)]  # the paper's is the first
-    if costs is not None and costs.classifier is not None:
-      stopping += [C2T(**wide, least_accepted=x) for x in ACCEPTED]
-    if costs is not None and costs.acceptance_table is not None:
-      stopping += [CalibratedTree(widest, widest, DEPTHS[-1], n, lookup)]
     if costs is not None:
+      if costs.classifier is not None:
+        stopping += [C2T(**wide, least_accepted=x) for x in ACCEPTED]
+      if costs.acceptance_table is not None:
+        stopping += [CalibratedTree(widest, widest, DEPTHS[-1], n, lookup)]
       cut: Any = {**wide, 'smaller': tuple(sorted({1, n // 4, n // 2}))}
       stopping += [Adaptive(**cut, thresholds=(x, x)) for x in THRESHOLDS]
       stopping += [RateTree(**cut)]

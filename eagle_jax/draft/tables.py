@@ -39,16 +39,13 @@ def _with_griffin(config: DrafterConfig, entries: dict[str, Entry]) -> dict[str,
   width, ffn_width, last = config.width, config.ffn_width, name_of_layer(config.num_layers - 1)
   down = {name: entry for name, entry in entries.items() if entry.path[:-1] == (last, 'mlp', 'down')}
   twice = {name: dataclasses.replace(entry, shape=(2 * width, *entry.shape[1:])) for name, entry in down.items()}
-  return (
-    entries
-    | twice
-    | {
-      'fc.post_attention_layernorm.weight': Entry(('fusion', 'x_norm', 'scale'), (width,)),
-      'fc.mlp.input_layernorm.weight': Entry(('fusion', 'norm', 'scale'), (width,)),
-      'fc.mlp.up_proj.weight': Entry(('fusion', 'up', 'weight'), (ffn_width, 2 * width)),
-      'fc.mlp.down_proj.weight': Entry(('fusion', 'down', 'weight'), (width, ffn_width)),
-    }
-  )
+  fusion = {
+    'fc.post_attention_layernorm.weight': Entry(('fusion', 'x_norm', 'scale'), (width,)),
+    'fc.mlp.input_layernorm.weight': Entry(('fusion', 'norm', 'scale'), (width,)),
+    'fc.mlp.up_proj.weight': Entry(('fusion', 'up', 'weight'), (ffn_width, 2 * width)),
+    'fc.mlp.down_proj.weight': Entry(('fusion', 'down', 'weight'), (width, ffn_width)),
+  }
+  return entries | twice | fusion
 
 
 def eagle_taps_table(config: EagleTapsConfig) -> Table:
