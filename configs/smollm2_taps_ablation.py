@@ -2,7 +2,7 @@
 
     for variant in eagle2 taps second_layer griffin five_steps noise lk length second_stage; do
       python launch/train.py --config=configs/smollm2_taps_ablation.py --variant=$variant --prompts=PROMPTS.jsonl.gz \
-        --out=runs/smollm2_taps --initial=smollm2-135m-eagle2 --report_every=100
+        --out=runs/smollm2_taps --initial=smollm2-135m-eagle2 --report_every=150
     done
 
 The shards are the first ones of configs/smollm2_taps.py. The held-out metrics of each stand in
@@ -20,7 +20,7 @@ TARGET, DRAFTER = _FULL['TARGET'], _FULL['DRAFTER']
 DATA = {
   name: dataclasses.replace(_FULL['DATA'][name], num_shards=count) for name, count in (('short', 12), ('long', 2))
 }
-RECIPE = dataclasses.replace(_FULL['RECIPE'], num_steps=100, warmup_steps=10)
+RECIPE = dataclasses.replace(_FULL['RECIPE'], num_steps=150, warmup_steps=10, learning_rate=1e-4)
 NUM_TRACED = 64
 
 

@@ -9,8 +9,8 @@ FLAGS = flags.FLAGS
 RULES = {rule.name: rule for rule in (GumbelMax, TypicalAcceptance)}
 NUMBERS = 'epsilon', 'delta'  # of a rule
 flags.DEFINE_enum('chooser', GumbelMax.name, [*RULES], 'Acceptance rule; a lossy one may change a sampled text.')
-flags.DEFINE_float('epsilon', None, 'Probability that is always enough, in (0, 1] (--chooser=lossy-typical).')
-flags.DEFINE_float('delta', None, 'Enough, too, is this times exp(-entropy) (--chooser=lossy-typical).')
+flags.DEFINE_float('epsilon', None, 'Accept above min(epsilon, delta * exp(-entropy)) (--chooser=lossy-typical).')
+flags.DEFINE_float('delta', None, 'See --epsilon (--chooser=lossy-typical).')
 
 
 def requested():

@@ -19,6 +19,7 @@ from eagle_jax.bench.run import run
 from eagle_jax.bench.summary import markdown
 from eagle_jax.decode.auto import resolve_policy
 from eagle_jax.device import ran_on
+from eagle_jax.kernels.cpu import in_use
 from eagle_jax.sharding import mesh_of
 
 FLAGS = flags.FLAGS
@@ -45,8 +46,9 @@ def main(_):
   if FLAGS.temperatures:
     reports = {float(each): out / f'temperature_{float(each):g}' for each in FLAGS.temperatures}
   setup = {name: FLAGS[name].value for name in ('target', 'drafter', 'dtype')} | request
-  setup |= {'chooser': repr(request['chooser'])}
-  setup |= {'policy': policy.describe(), **identity(drafter), **ran_on(mesh_of(target.params))}
+  setup |= {'chooser': repr(request['chooser']), 'max_context': target.config.max_context}
+  mesh = mesh_of(target.params)
+  setup |= {'policy': policy.describe(), **identity(drafter), **ran_on(mesh), 'kernels': in_use(mesh)}
   bench = Bench(target, drafter, policy, request, FLAGS.num_repeats)
   for temperature, into in reports.items():
     summary = run(bench, asked, temperature, out / 'answers.jsonl', into, setup)

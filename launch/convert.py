@@ -23,6 +23,8 @@ flags.DEFINE_bool('json', False, 'Print the report as JSON.')
 
 
 def main(_):
+  if FLAGS['to'].present and FLAGS.out is None:
+    raise ValueError('--to needs --out, the folder to write.')
   target, drafter = common.pair()
   config, leaves = drafter.config, jax.tree.leaves(drafter.params)
   report = {

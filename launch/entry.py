@@ -10,7 +10,7 @@ from absl import app, flags
 from store import programs
 
 from eagle_jax.decode.program import use_store
-from eagle_jax.files import cache_folder
+from eagle_jax.files import cache_folder, make_private
 from eagle_jax.progress import silence
 
 
@@ -31,7 +31,7 @@ def run(main, *, starts_often: bool = False):
       if starts_often:
         use_store(programs())
       else:
-        jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'xla'))
+        jax.config.update('jax_compilation_cache_dir', str(make_private(cache_folder() / 'xla')))
       if argv[1:]:
         raise ValueError(f'Every argument must be a flag, got {argv[1:]}: write --name=value, and quote spaces.')
       silence('json' in flags.FLAGS and flags.FLAGS.json)

@@ -13,7 +13,7 @@ FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
 flags.adopt_module_key_flags(acceptance)
 NUMBERS = [name for form in KINDS.values() for name in getattr(form, 'tunable', ())]
-FIELDS = 'num_nodes', 'max_depth', 'width', 'fanout', 'lookup', *NUMBERS  # flags that are fields of policies
+FIELDS = 'num_nodes', 'smaller', 'max_depth', 'width', 'fanout', 'lookup', *NUMBERS  # flags that are fields of policies
 
 
 def takers(name: str) -> list[str]:
@@ -27,14 +27,16 @@ def where(name: str) -> str:
 
 flags.DEFINE_enum('policy', 'auto', ['auto', *KINDS], 'Tree policy; auto takes the fastest measured one.')
 flags.DEFINE_integer('num_nodes', None, f'Number of tree nodes, root included {where("num_nodes")}.', lower_bound=1)
+flags.DEFINE_multi_integer('smaller', None, f'A smaller size to verify; may be repeated {where("smaller")}.')
 flags.DEFINE_integer('max_depth', None, f'Edges from root to deepest leaf {where("max_depth")}.', lower_bound=1)
 flags.DEFINE_integer('width', None, f'Number of nodes expanded at each level {where("width")}.', lower_bound=1)
 flags.DEFINE_integer('fanout', None, f'Number of children of each node {where("fanout")}.', lower_bound=1)
-switches.DEFINE_switch('lookup', 'route', f'Draft what followed earlier matches; route: long ones {where("lookup")}.')
+switches.DEFINE_switch('lookup', 'route', f'Draft what followed earlier matches; =route: long ones {where("lookup")}.')
+flags.adopt_module_key_flags(switches)
 flags.DEFINE_float('least_log_mass', None, f'Least log-probability of a level to draft on {where("least_log_mass")}.')
-flags.DEFINE_float('scale', None, f'Square of the share rejected, over entropy in nats {where("scale")}.')
+flags.DEFINE_float('scale', None, f'c of sqrt(c * entropy), a bound on the share rejected; 1 / nats {where("scale")}.')
 flags.DEFINE_float('most_rejected', None, f'Largest sqrt(scale * entropy) to draft on {where("most_rejected")}.')
-flags.DEFINE_float('least_mass', None, f'Least probability of a level, weighted by 1 - that {where("least_mass")}.')
+flags.DEFINE_float('least_mass', None, f'Least p * (1 - sqrt(scale * entropy)) of a level {where("least_mass")}.')
 flags.DEFINE_float('steepness', None, f'How fast siblings become fewer, 1 / nats {where("steepness")}.')
 flags.DEFINE_float('least_accepted', None, f'Least probability of acceptance {where("least_accepted")}.')
 flags.DEFINE_float('mean_nodes', None, f'Nodes for each sequence of a batch, shared by all {where("mean_nodes")}.')

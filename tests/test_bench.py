@@ -13,7 +13,7 @@ import pytest
 
 from eagle_jax.bench import measure as measuring
 from eagle_jax.bench import summary
-from eagle_jax.bench.measure import Bench, gap_at_divergence, identity
+from eagle_jax.bench.measure import Bench, gap_at_divergence, identity, near_tie
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import QUESTIONS, Question, read_questions, tasks_in
 from eagle_jax.bench.run import run
@@ -258,6 +258,14 @@ def test_summary_by_hand():
   assert json.loads(json.dumps(out, allow_nan=False)) == out
 
 
+@pytest.mark.parametrize(('weights_dtype', 'num_far'), [(None, 2), ('int8', 1)])
+def test_a_rounded_target_has_wider_near_ties(weights_dtype, num_far):
+  gaps = 5e-4, 5e-3, 5e-2
+  rows = [answered('a', str(gap), spec=[1], num_accepted=[], plain=[2], gap=gap) for gap in gaps]
+  bound = near_tie(SimpleNamespace(weights_dtype=weights_dtype))
+  assert summary.report(rows, Chain(2), near_tie=bound)['details']['a']['far_apart'] == num_far
+
+
 def test_repeats_give_a_spread_and_count_once_in_tau():
   again = answered('a', '1', spec=[1, 2, 3, 4, 5, 6, 7], num_accepted=[2, 1, 0], repeat=1, seconds=(4.0, 1.0))
   rows = [BY_HAND[0], again]
@@ -290,7 +298,8 @@ def test_tables_and_plots_are_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(('dtype', 'why'), [('float32', 'which is a defect'), ('bfloat16', 'since bfloat16 rounds')])
 def test_differing_texts_are_logged(tmp_path, caplog, dtype, why):
-  made = {'policy': Chain(2), 'drafter': None, 'num_repeats': 1, 'target': SimpleNamespace(dtype=jnp.dtype(dtype))}
+  target = SimpleNamespace(dtype=jnp.dtype(dtype), weights_dtype=None)
+  made = {'policy': Chain(2), 'drafter': None, 'num_repeats': 1, 'target': target}
   bench = SimpleNamespace(**made, options={}, measure=lambda *_: iter(BY_HAND))
   run(bench, [], 0.0, tmp_path / 'log', tmp_path, {})
   assert f'1 of 4 texts differ from plain decoding beyond near ties, {why}' in caplog.text

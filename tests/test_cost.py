@@ -19,6 +19,7 @@ from eagle_jax.bench import cost_report, timing, tune
 from eagle_jax.bench.plots import plot_costs
 from eagle_jax.decode import auto
 from eagle_jax.decode.program import Program
+from eagle_jax.draft.model import as_drafter
 from eagle_jax.evaluate import random_pairs
 from eagle_jax.evaluate.calibration import answer_plainly, make_examples
 from eagle_jax.evaluate.trace import Nodes, Traced, trace
@@ -433,9 +434,8 @@ def test_step_times_of_several_specs_are_finite(monkeypatch, num_compilers):
   assert all(0 < one < float('inf') for one in ms.values())
 
 
-@pytest.mark.slow  # compiles some twenty programs
-def test_tune_measures_a_pair_for_auto(here, monkeypatch):
-  target, drafter = tiny.target(), tiny.drafter()
+@pytest.fixture
+def little_tuning(here, monkeypatch):
   parts = {'ALL_PARTS': timing.Parts((1, 2, 4), (1,), (Chain(1),)), 'FEW_PARTS': timing.Parts((1, 2), (1,), ())}
   for name, value in (parts | {'NUM_ROUNDS': 1, 'NUM_STEPS': 4, 'DEPTHS': (2, 3)}).items():
     monkeypatch.setattr(timing, name, value)
@@ -445,18 +445,47 @@ def test_tune_measures_a_pair_for_auto(here, monkeypatch):
     monkeypatch.setattr(tune, name, value)
   monkeypatch.setattr(tune, 'CANDIDATES', (Chain(1), DynamicTree(2, 2, 2, 4)))
   monkeypatch.setattr(timing, 'bytes_per_s', lambda: 1e9)
+
+
+@pytest.mark.slow  # compiles some twenty programs
+@pytest.mark.usefixtures('little_tuning')
+def test_tune_measures_a_pair_for_auto(monkeypatch):
+  target, drafter = tiny.target(), tiny.drafter()
   costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], contexts=(8, 40), max_new_tokens=8)
   assert [times.num_slots for times in costs.times] == [32, 64]
   assert [(set(times.verify_ms), set(times.draft_ms)) for times in costs.times] == [({1, 2, 4}, {1}), ({1, 2}, {1})]
   assert [one.temperature for one in costs.calibrations] == [0, 1]
   assert all(list(one.value) == sorted(one.value) for one in costs.calibrations)
   assert {one.kind for one in costs.policies} >= {'plain', 'adaptive'}
-  assert {Plain(), DynamicTree(2, 2, 2, 4)} <= {one.policy for one in costs.modelled}
+  assert {Plain(), DynamicTree(2, 2, 2, 4, lookup=True)} <= {one.policy for one in costs.modelled}
   assert [one.num_ids for one in costs.vocabularies] == [97, 97, 48]
   assert [one.is_quantised for one in costs.vocabularies[:2]] == [False, True]
   assert costs.num_ids in (97, 48)
   assert costs.vocabularies[0].coverage == 1
   assert costs.policies[0].tok_per_s == max(one.tok_per_s for one in costs.policies)
+  monkeypatch.setattr(auto, 'device_name', lambda mesh: costs.device)
+  cost_store.write(costs)
+  plain = decode.generate(target, None, [[1, 2, 3]], max_new_tokens=8)
+  assert decode.generate(target, drafter, [[1, 2, 3]], max_new_tokens=8).tokens == plain.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('little_tuning')
+@pytest.mark.parametrize(
+  ('drafter_of', 'forms'),
+  [
+    (functools.partial(hub.load_drafter, 'ngram'), [(97, False)]),
+    (functools.partial(as_drafter, tiny.target(seed=4)), [(97, False), (97, True)]),
+  ],
+  ids=['ngram', 'model'],
+)
+def test_tune_measures_drafters_of_other_kinds(monkeypatch, drafter_of, forms):
+  """One without logits is measured without lookup, and only the target's head is cut or rounded."""
+  target = tiny.target()
+  drafter = drafter_of(target)
+  costs = tune.tune(target, drafter, [[1, 2, 3], [4, 5]], contexts=(8,), max_new_tokens=8)
+  assert {one.policy.lookup for one in costs.modelled if one.kind != 'plain'} == {bool(drafter.params)}
+  assert [(one.num_ids, one.is_quantised) for one in costs.vocabularies] == forms
   monkeypatch.setattr(auto, 'device_name', lambda mesh: costs.device)
   cost_store.write(costs)
   plain = decode.generate(target, None, [[1, 2, 3]], max_new_tokens=8)

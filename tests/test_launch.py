@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip('gguf')
 
+import options
 import traces
 
 import forked
@@ -378,7 +379,8 @@ def test_a_full_disk_is_one_line_and_exit_code_2(files, tmp_path):
 
 def test_help_explains_every_flag():
   done = launch('generate', '--help')
-  for flag in ('target', 'drafter', 'policy', 'num_nodes', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed'):
+  every = 'target', 'drafter', 'policy', 'num_nodes', 'smaller', 'lookup', 'max_new_tokens', 'temperature'
+  for flag in (*every, *options.NUMBERS):
     assert f'--{flag}:' in done.stdout or f'--[no]{flag}:' in done.stdout
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eagle_jax.bench.diagnosis import Finding, Text, contradictions, diagnose
-from eagle_jax.bench.measure import NEAR_TIE, gap_at_divergence, generate_warm
+from eagle_jax.bench.measure import gap_at_divergence, generate_warm, near_tie
 from eagle_jax.bench.timing import bytes_read, first_state
 from eagle_jax.decode.auto import resolve_policy
 from eagle_jax.decode.buckets import bucket, slots_for
@@ -171,7 +171,7 @@ def compare_texts(
     for number, (prompt, one) in enumerate(zip(asked, of_one, strict=True))
     if (gap := _gap(target, prompt, one, temperature, number)) is not None
   ]
-  far = [one for one in gaps if one[2] >= NEAR_TIE]
+  far = [one for one in gaps if one[2] >= near_tie(target)]
   num_texts = sum(map(len, decoded.values()))
   counts = {'compared': num_texts, 'equal': num_texts - len(gaps), 'near_ties': len(gaps) - len(far)}
   if not far or str(target.dtype) != 'float32':  # narrower dtypes round by the shape of a pass

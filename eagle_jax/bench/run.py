@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from eagle_jax.bench.measure import Bench
+from eagle_jax.bench.measure import Bench, near_tie
 from eagle_jax.bench.plots import plot
 from eagle_jax.bench.questions import Question
 from eagle_jax.bench.summary import report, write
@@ -51,7 +51,8 @@ def run(
       f'together with max_new_tokens={bench.options["max_new_tokens"]}: lower it, or ask shorter questions.'
     )
   too_long = _too_long(bench, questions, answers)
-  summary = {**report(answers, bench.policy), **settings, 'temperature': temperature, 'too_long': too_long}
+  summary = report(answers, bench.policy, near_tie=near_tie(bench.target))
+  summary |= {**settings, 'temperature': temperature, 'too_long': too_long}
   may_differ = 'lossy' in Options(**bench.options).chooser.name
   if not may_differ and (num_apart := summary['details']['pooled']['far_apart']):
     is_exact = bench.target.dtype == jnp.float32

@@ -38,14 +38,14 @@ def summarise(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, floa
   }
 
 
-def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
+def details(answers: Sequence[Answered], policy: TreePolicy, *, near_tie: float = NEAR_TIE) -> dict[str, Any]:
   """Compute the details behind the six numbers.
 
   Returns:
     `num_answers`: number of answers.
     `nodes_per_pass`, `levels_per_pass`: nodes verified and levels drafted a target pass.
     `near_ties`, `far_apart`: number of texts that differ, by whether plain decoding's two best logits are within
-    `NEAR_TIE` where they diverge. In float32, far apart is a defect; narrower dtypes round that far.
+    `near_tie` where they diverge. In float32, far apart is a defect; narrower dtypes round that far.
     `differing`: divergences over compared tokens, which are those up to and including a divergence.
     `plain_spread`, `spec_spread`: standard deviation of tokens/s over repeats; None for one repeat.
     `acceptance`: by depth; see `Traced.acceptance`.
@@ -61,8 +61,8 @@ def details(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
     'num_answers': len(answers),
     'nodes_per_pass': _by_pass(answers, 'nodes_per_pass'),
     'levels_per_pass': _by_pass(answers, 'levels_per_pass'),
-    'near_ties': sum(gap < NEAR_TIE for gap in gaps),
-    'far_apart': sum(gap >= NEAR_TIE for gap in gaps),
+    'near_ties': sum(gap < near_tie for gap in gaps),
+    'far_apart': sum(gap >= near_tie for gap in gaps),
     'differing': len(gaps) / max(len(gaps) + sum(num_same(a.plain.tokens, a.spec.tokens) for a in answers), 1),
     'plain_spread': _spread(answers, 'plain'),
     'spec_spread': _spread(answers, 'spec'),
@@ -124,18 +124,19 @@ def _spread(answers: Iterable[Answered], which: str) -> float | None:
   return float(np.std(rates, ddof=1)) if len(rates) > 1 else None
 
 
-def report(answers: Sequence[Answered], policy: TreePolicy) -> dict[str, Any]:
+def report(answers: Sequence[Answered], policy: TreePolicy, *, near_tie: float = NEAR_TIE) -> dict[str, Any]:
   """Apply `summarise` and `details` to each task and to all pooled; add the unweighted `mean` over tasks."""
   by_task: dict[str, list[Answered]] = {}
   for answer in answers:
     by_task.setdefault(answer.task, []).append(answer)
   tasks = {task: summarise(own, policy) for task, own in by_task.items()}
   pooled = summarise(answers, policy)
+  groups = by_task | {'pooled': answers}
   return {
     'tasks': tasks,
     'mean': {name: float(np.mean([numbers[name] for numbers in tasks.values()])) for name in pooled},
     'pooled': pooled,
-    'details': {task: details(own, policy) for task, own in by_task.items()} | {'pooled': details(answers, policy)},
+    'details': {name: details(own, policy, near_tie=near_tie) for name, own in groups.items()},
   }
 
 

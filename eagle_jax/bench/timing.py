@@ -23,6 +23,7 @@ from eagle_jax.decode.step import decode_loop
 from eagle_jax.device import bytes_per_s, flops_per_s, num_cores, ran_on
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.interface import DraftContext
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.draft.plain import NoDrafter
 from eagle_jax.kernels.cpu import in_use
 from eagle_jax.models.transformer import Target
@@ -215,7 +216,8 @@ def time_parts(
   The time of a level is the mean difference of steps of trees with `DEPTHS` levels; the root's share is the difference
   between a step of `Chain(1)` and verification of 2 nodes.
   """
-  shortest = Chain(1, lookup=True)
+  lookup = kind_of(drafter.config).has_logits
+  shortest = Chain(1, lookup)
   shallow, deep = DEPTHS
   params, spec = build(target, drafter, policy=shortest)
 
@@ -229,7 +231,7 @@ def time_parts(
   for size in parts.num_nodes[1:]:
     variants['verify', size] = variant(DynamicTree(10, 10, min(6, size - 1), size), drafter=EmptyTrees())
   for width, depth in itertools.product(widths, DEPTHS):
-    variants[width, depth] = variant(DynamicTree(width, width, depth, 3, True))
+    variants[width, depth] = variant(DynamicTree(width, width, depth, 3, lookup))
   variants |= {policy.describe(): variant(policy) for policy in (shortest, *whole)}
   ms = time_steps(target, variants, batch=batch, num_prompt=num_prompt, progress=progress)
   num_slots = num_slots_for(variants, num_prompt=num_prompt, max_new_tokens=NUM_STEPS)

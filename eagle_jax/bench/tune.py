@@ -17,6 +17,7 @@ from eagle_jax.decode.prefill import run_prefill
 from eagle_jax.decode.program import Program
 from eagle_jax.decode.step import decode_loop, tau
 from eagle_jax.draft.drafter import Drafter
+from eagle_jax.draft.kinds import kind_of
 from eagle_jax.evaluate.calibration import answer_plainly, make_examples
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.trace import Nodes, Traced, observe, trace
@@ -26,11 +27,10 @@ from eagle_jax.policy.costs import Calibration, Costs, Rate, Timings, Vocabulary
 from eagle_jax.policy.trees import Chain, DynamicTree, Plain, TreePolicy
 from eagle_jax.sharding import mesh_of, to_host, use_mesh
 
-SHAPES: tuple[Chain | DynamicTree, ...] = (
+CANDIDATES: tuple[Chain | DynamicTree, ...] = (  # with lookup, if the drafter has logits that it can raise
   Chain(1), Chain(2), Chain(3), Chain(4), Chain(6), DynamicTree(2, 2, 3, 6), DynamicTree(3, 3, 3, 8),
   DynamicTree(3, 3, 4, 12), DynamicTree(4, 4, 5, 16), DynamicTree(6, 6, 5, 24), DynamicTree(8, 8, 6, 32), DynamicTree(),
 )  # fmt: skip
-CANDIDATES: tuple[TreePolicy, ...] = tuple(dataclasses.replace(shape, lookup=True) for shape in SHAPES)
 DEEP = 3, 7, 8  # width, depth and nodes of an adaptive tree for text that repeats itself
 NUM_TIMED = 3  # how many of the best modelled candidates are timed in real decoding, besides plain and adaptive
 TEMPERATURES = (0.0, 1.0)  # of the texts for calibration; rates are measured on the first
@@ -84,11 +84,12 @@ def tune(
     plain = answer_plainly(target, prompts, temperature=temperature, max_new_tokens=max_new_tokens)
     answers[temperature] = make_examples(target, drafter, plain)
   greedy = answers[TEMPERATURES[0]]
+  lookup = kind_of(drafter.config).has_logits
   tried = try_vocabularies(target, drafter, greedy, batch=batch, num_prompt=contexts[0], progress=progress)
   best = largest_of_the_fastest(tried)
   drafter = drafter.reduced(best.num_ids, is_quantised=best.is_quantised)
   timings = measure_times(target, drafter, batch=batch, contexts=contexts, progress=progress)
-  candidates = [policy for policy in CANDIDATES if max(policy.fanouts) <= best.num_ids]
+  candidates = [dataclasses.replace(one, lookup=lookup) for one in CANDIDATES if max(one.fanouts) <= best.num_ids]
   widest = max(candidates, key=lambda policy: policy.num_nodes)
   traced = {temperature: trace(target, drafter, one, policy=widest) for temperature, one in answers.items()}
   others = [policy for policy in candidates if policy != widest]
@@ -143,10 +144,14 @@ def model_rates(
 def try_vocabularies(
   target: Target, drafter: Drafter, answers: Sequence[Example], *, batch: int, num_prompt: int, progress: Callable
 ) -> tuple[Vocabulary, ...]:
-  """Measure the drafter as it is, quantised, and with its first half, quarter, ... of ids in the faster of the two."""
+  """Measure the drafter as it is, quantised, and with its first half, quarter, ... of ids in the faster of the two.
+
+  One without weights is measured as it is, and one without the target's head with all its ids.
+  """
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   tokens = np.concatenate([answer.token[answer.is_answer] for answer in answers])
-  policy = Chain(3, lookup=True)
+  kind = kind_of(drafter.config)
+  policy = Chain(3, lookup=kind.has_logits)
   options: Any = {'batch': batch, 'num_prompt': num_prompt, 'progress': progress}
 
   def measured(kinds: Sequence[tuple[int, bool]]) -> tuple[Vocabulary, ...]:
@@ -158,8 +163,8 @@ def try_vocabularies(
       Vocabulary(*kind, float(np.isin(tokens, ids[: kind[0]]).mean()), taus[kind], ms[kind]) for kind in kinds
     )
 
-  whole = measured([(len(ids), is_quantised) for is_quantised in sorted({drafter.is_quantised, True})])
-  num_halvings = 0 if drafter.has_own_head else NUM_HALVINGS
+  whole = measured([(len(ids), is_quantised) for is_quantised in sorted({drafter.is_quantised, bool(drafter.params)})])
+  num_halvings = NUM_HALVINGS if 'head' in kind.borrows and not drafter.has_own_head else 0
   sizes = [len(ids) >> n for n in range(1, num_halvings + 1) if len(ids) >> n]
   is_quantised = largest_of_the_fastest(whole).is_quantised
   return (*whole, *(measured([(size, is_quantised) for size in sizes]) if sizes else ()))
@@ -181,10 +186,10 @@ def adaptive_candidates(costs: Costs) -> list[Adaptive]:
   They have few sizes, since each is one more pass to compile.
   """
   best = costs.modelled[0].policy
-  max_depth = max(best.max_depth, 4)
+  max_depth, lookup = max(best.max_depth, 4), any(rate.policy.lookup for rate in costs.modelled)
   shapes = (1, max_depth, max_depth + 1), (3, max_depth, max(8, best.num_nodes)), DEEP
   return [
-    Adaptive(width, width, depth, num_nodes, lookup=True, smaller=(1, *_halves(num_nodes)))
+    Adaptive(width, width, depth, num_nodes, lookup, smaller=(1, *_halves(num_nodes)))
     for width, depth, num_nodes in shapes
     if num_nodes <= 1 + width + (depth - 1) * width * width
   ]

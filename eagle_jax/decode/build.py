@@ -75,8 +75,7 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
     )
   params = drafter.params | _borrowed(target, drafter)
   if kind.has_logits:
-    fitted = (costs and costs.lookup_weights) or WEIGHTS
-    weights = ROUTE if policy.lookup == 'route' else (*fitted, *WEIGHTS[len(fitted) :])  # older costs hold two
+    weights = ROUTE if policy.lookup == 'route' else WEIGHTS
     params['lookup_weights'] = _place('lookup_weights', np.asarray(weights, np.float32), target)
   network = dataclasses.replace(network, tapped_layers=drafter.config.tapped_layers(target.config.num_layers))
   spec = Spec(network, kind.network(drafter.config, drafter.dtype or target.dtype), policy.static(), chooser)

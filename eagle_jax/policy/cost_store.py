@@ -55,8 +55,7 @@ def _read(path: Path, modified: int) -> Costs | None:
       'calibrations': Calibration.of,
     }
     fields |= {name: tuple(form(**one) for one in fields[name]) for name, form in forms.items()}
-    if fields.get('lookup_weights') is not None:
-      fields['lookup_weights'] = tuple(fields['lookup_weights'])
+    fields.pop('lookup_weights', None)  # that older files hold
     for name, kind in (('classifier', Classifier), ('acceptance_table', AcceptanceTable)):
       if fields.get(name) is not None:
         fields[name] = kind(*fields[name])

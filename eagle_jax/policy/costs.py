@@ -100,7 +100,6 @@ class Costs(Timings):
   vocabularies: tuple['Vocabulary', ...]  # the draft vocabularies that were tried
   spread: float = SPREAD
   margin: float = MARGIN
-  lookup_weights: tuple[float, ...] | None = None  # see `draft.lookup.WEIGHTS`; None: the defaults
   classifier: Classifier | None = None  # see `policy.c2t`; None: launch/classifier.py has not been run
   acceptance_table: AcceptanceTable | None = None  # see `policy.calibrated`; None: likewise
 
