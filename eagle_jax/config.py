@@ -129,6 +129,8 @@ class TargetConfig:
 class DrafterBase:
   """The base of drafters' configs: the ids that a drafter may draft, and what it reads of its target."""
 
+  HAS_FIXED_IDS: ClassVar[bool] = False  # whether it drafts only those that it was made for
+
   vocab_size: int  # of the target
   draft_vocab_size: int | None  # U of the target's ids; None: all
 

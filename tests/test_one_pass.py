@@ -12,6 +12,7 @@ import pytest
 
 import tiny
 from eagle_jax import hub
+from eagle_jax.bench import tune
 from eagle_jax.decode.build import build
 from eagle_jax.decode.generate import generate
 from eagle_jax.draft.dflash import DFlashConfig
@@ -19,6 +20,8 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.dspark import DSparkConfig
 from eagle_jax.draft.kinds import kind_of, tensor_table
 from eagle_jax.draft.peagle import PEagleConfig
+from eagle_jax.evaluate.example import Example
+from eagle_jax.evaluate.trace import Traced
 from eagle_jax.models.transformer import Taps
 from eagle_jax.policy.trees import DynamicTree
 from eagle_jax.weights.load import flatten
@@ -72,6 +75,21 @@ def test_matrices_may_have_8_bits(target, kind):
     return spec.drafter.propose(params, state, one_1, TREE, tiny.context(TREE))
 
   assert jax.eval_shape(run, params.drafter).token.shape == (1, 1 + sum(np.multiply(TREE.widths, TREE.fanouts)))
+
+
+def test_only_ids_of_a_borrowed_head_alone_can_be_chosen(target, monkeypatch):
+  """DSpark borrows the head too, but each of its ids has a row of the correction: it is tuned with all of them."""
+  monkeypatch.setattr(tune, 'build', lambda *_, **__: None)
+  monkeypatch.setattr(tune, 'time_steps', lambda target, variants, **_: dict.fromkeys(variants, 1.0))
+  monkeypatch.setattr(tune, 'trace', lambda *_, **__: Traced([[1]], [3], TREE))
+  answer, how = Example(0, np.arange(4), np.arange(4) > 0, None), {'batch': 1, 'num_prompt': 8, 'progress': None}
+  for kind, sizes in (('dflash', [60, 60, 30, 15, 7]), ('dspark', [60, 60])):
+    drafter = drafter_of(kind)
+    assert [one.num_ids for one in tune.try_vocabularies(target, drafter, [answer], **how)] == sizes
+    assert drafter.first_ids(60) is drafter
+  for one in (drafter, hub.load_drafter('ngram', target)):
+    with pytest.raises(ValueError, match=f'fixed draft vocabulary.*its own {one.config.num_ids} ids'):
+      one.first_ids(30)
 
 
 @pytest.mark.parametrize('kind', CONFIGS)

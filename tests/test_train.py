@@ -236,6 +236,7 @@ NETWORKS = {
   'layers': Eagle(DrafterConfig(**SIZES, num_layers=2)),
   'block': Block(BlockConfig(**SIZES, rank=4, num_layers=2)),
   'eagle3': Eagle3(Eagle3Config(**SIZES, target_width=16, taps=(0, 1), fc_norm=True, norm_output=True)),
+  'window': Eagle3(Eagle3Config(**SIZES, target_width=16, taps=(), window=2)),
 }
 
 

@@ -192,7 +192,7 @@ def _of_vocabulary(drafter: Drafter) -> Iterator[Repair]:
   config, params = drafter.config, drafter.params
   if 'ids' not in params:
     return
-  if not drafter.has_own_head:
+  if not drafter.has_fixed_ids:
     rest = {name: x for name, x in params.items() if name != 'ids'}
     advice = 'choose the ids that the target writes most often: `frequent_ids` of train/data.py counts them'
     yield Repair('vocabulary', 'with all ids', advice, _with(drafter, rest, draft_vocab_size=None))

@@ -146,7 +146,7 @@ def try_vocabularies(
 ) -> tuple[Vocabulary, ...]:
   """Measure the drafter as it is, quantised, and with its first half, quarter, ... of ids in the faster of the two.
 
-  One without weights is measured as it is, and one without the target's head with all its ids.
+  One without weights is measured as it is, and one whose vocabulary is fixed with all its ids.
   """
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   tokens = np.concatenate([answer.token[answer.is_answer] for answer in answers])
@@ -164,7 +164,7 @@ def try_vocabularies(
     )
 
   whole = measured([(len(ids), is_quantised) for is_quantised in sorted({drafter.is_quantised, bool(drafter.params)})])
-  num_halvings = NUM_HALVINGS if 'head' in kind.borrows and not drafter.has_own_head else 0
+  num_halvings = NUM_HALVINGS if 'head' in kind.borrows and not drafter.has_fixed_ids else 0
   sizes = [len(ids) >> n for n in range(1, num_halvings + 1) if len(ids) >> n]
   is_quantised = largest_of_the_fastest(whole).is_quantised
   return (*whole, *(measured([(size, is_quantised) for size in sizes]) if sizes else ()))

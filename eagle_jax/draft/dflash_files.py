@@ -29,9 +29,9 @@ _MEANINGLESS = (
 _OTHERWISE = {
   'projector_type': (('dflash',), 'Domino and DSpark correct what a block says'),
   'attention_mode': (('gqa', 'mha'), 'the layers would be others'),  # SpecForge's names of ordinary attention
-  'shift_label': ((False,), 'which token a place predicts'),
-  'draft_shift': ((False,), 'which token a place predicts'),
-  'output_multiplier': ((1,), 'the logits'),
+  'shift_label': ((False,), 'it would change which token a position predicts'),
+  'draft_shift': ((False,), 'it would change which token a position predicts'),
+  'output_multiplier': ((1,), 'it would scale the logits'),
 }
 
 

@@ -24,6 +24,11 @@ class Drafter:
     return 'head' in self.params
 
   @property
+  def has_fixed_ids(self) -> bool:
+    """Whether its ids cannot be chosen anew: it has a head of its own, or other weights for each id."""
+    return self.has_own_head or self.config.HAS_FIXED_IDS
+
+  @property
   def dtype(self) -> Any:
     """The dtype of its activations: that of its matrices before any quantisation; None without weights."""
     leaves = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, Quantised))
@@ -70,11 +75,12 @@ class Drafter:
       ids: [U] integers, distinct target ids.
 
     Raises:
-      ValueError: the ids repeat or lie outside the vocabulary, or the drafter has a head of its own.
+      ValueError: the ids repeat or lie outside the vocabulary, or the drafter has a fixed vocabulary.
     """
-    if self.has_own_head:
+    if self.has_fixed_ids:
       raise ValueError(
-        f'Drafter {self.config.name!r} has its own head with a fixed draft vocabulary: use it without choosing ids.'
+        f'Drafter {self.config.name!r} has a fixed draft vocabulary, so its ids cannot be chosen: use it with its own '
+        f'{self.config.num_ids} ids.'
       )
     known_U = np.asarray(ids)
     if len(np.unique(known_U[(known_U >= 0) & (known_U < self.config.vocab_size)])) < len(ids):
@@ -95,7 +101,7 @@ class Drafter:
     """
     if num_ids >= self.config.num_ids:
       return self
-    if self.has_own_head or 'ids' not in self.params:
+    if self.has_fixed_ids or 'ids' not in self.params:
       return self.with_ids(np.arange(num_ids))
     return self._restrict(self.params['ids'][:num_ids])  # checked before; `with_ids` would check on every request
 

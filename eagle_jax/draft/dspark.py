@@ -7,7 +7,7 @@ children depend on their parent, though on nothing above it, and a level costs t
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -39,6 +39,8 @@ _CONFIDENCE = frozenset({'confidence_head.proj.weight', 'confidence_head.proj.bi
 @dataclasses.dataclass(frozen=True)
 class DSparkConfig(DFlashConfig):
   """A DFlash block, and the rank of what corrects its logits."""
+
+  HAS_FIXED_IDS: ClassVar[bool] = True  # of which `below` has a row each
 
   _: dataclasses.KW_ONLY
   rank: int

@@ -309,8 +309,10 @@ def _read_past(keys: Keys, layer: Keys, names: tuple[str, ...]) -> None:
 def _refuse_window(folder: Path, layer: Keys) -> None:
   """Raise a ValueError if the layer does not see everything before it. `sliding_window` alone is left over."""
   if any(kind != 'full_attention' for kind in layer.get('layer_types', [])):
-    raise ValueError(f'{folder}: layer_types {layer["layer_types"]!r} is not supported: how far attention sees.')
-  require_value(folder, layer, 'use_sliding_window', (False,), 'how far attention sees')
+    raise ValueError(
+      f'{folder}: layer_types {layer["layer_types"]!r} is not supported: it would change how far attention sees.'
+    )
+  require_value(folder, layer, 'use_sliding_window', (False,), 'it would change how far attention sees')
   layer.get('sliding_window')
 
 

@@ -28,6 +28,7 @@ class NgramConfig(DrafterBase):
   target_width: int
   name: str = 'ngram'
   draft_vocab_size: None = None  # it may draft all ids
+  HAS_FIXED_IDS: ClassVar[bool] = True
 
   @classmethod
   def for_target(cls, target: TargetConfig) -> 'NgramConfig':

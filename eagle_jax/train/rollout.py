@@ -18,35 +18,46 @@ from eagle_jax.models.transformer import Taps
 from eagle_jax.train.data import Packed
 
 
-def causal_mask(sequence_BL: jax.Array, *, age: int = 0) -> jax.Array:
-  """Return [B, L, L] bool: whether the second place is of the same text and at least `age` places before the first."""
+def causal_mask(sequence_BL: jax.Array, *, age: int = 0, window: int | None = None) -> jax.Array:
+  """Return [B, L, L] bool: whether the second place is of the same text and at least `age` places before the first.
+
+  With a window, it must also be among the last `window` places up to the first, as the places of a text are contiguous.
+  """
+  num_places = sequence_BL.shape[1]
   is_same_BLL = sequence_BL[:, :, None] == sequence_BL[:, None, :]
-  return is_same_BLL & jnp.tri(sequence_BL.shape[1], k=-age, dtype=bool)[None]
+  is_before_LL = jnp.tri(num_places, k=-age, dtype=bool)
+  if window is not None:
+    is_before_LL &= ~jnp.tri(num_places, k=-window, dtype=bool)
+  return is_same_BLL & is_before_LL[None]
 
 
-def multistep_attention(memory: tuple, sequence_BL: jax.Array, *, is_leaky: bool = False) -> AttentionFn:
+def multistep_attention(
+  memory: tuple, sequence_BL: jax.Array, *, window: int | None = None, is_leaky: bool = False
+) -> AttentionFn:
   """Return the attention of the step after those in `memory`, over what decoding would have in its cache.
 
   Place t of step s attends to step 1 up to place t - s + 1, then to one place of each later step: t - s + 2 of step 2,
-  ..., itself of step s. So besides the causal scores of step 1 there are s - 1 diagonals.
+  ..., itself of step s. So besides the causal scores of step 1 there are s - 1 diagonals, or as many as a window shows.
 
   Args:
     memory: keys and values [B, G, L, K] of the earlier steps.
     sequence_BL: [B, L] i32, the text that each place belongs to; no text attends to another.
+    window: how many places each attends to, itself included; None: all before it.
     is_leaky: masked places stay in the denominator with score 0, as in the trainers released with HASS; for comparison.
   """
 
   def attend(q_BGJLK, k_BGLK, v_BGLK):
     steps = (*memory, (k_BGLK, v_BGLK))
     (keys_BGLK, values_BGLK), age, num_rows = steps[0], len(memory), sequence_BL.shape[1]
-    visible_BLL = causal_mask(sequence_BL, age=age)
+    visible_BLL = causal_mask(sequence_BL, age=age, window=window)
+    num_diagonals = age if window is None else min(age, window)
     # Place t - d of step s - d, moved to place t.
-    diagonals = [jax.tree.map(lambda x, d=d: jnp.roll(x, d, axis=2), steps[age - d]) for d in range(age)]
+    diagonals = [jax.tree.map(lambda x, d=d: jnp.roll(x, d, axis=2), steps[age - d]) for d in range(num_diagonals)]
     hidden = 0.0 if is_leaky and age else MASK_VALUE
     score_BGJLS = jnp.where(visible_BLL[:, None, None], compute_scores(q_BGJLK, keys_BGLK), hidden)
     weight_BGJLS = jax.nn.softmax(jnp.concatenate([score_BGJLS, *(own_scores(q_BGJLK, k) for k, _ in diagonals)], -1))
     if is_leaky:
-      seen_BLS = jnp.pad(visible_BLL, ((0, 0), (0, 0), (0, age)), constant_values=True)
+      seen_BLS = jnp.pad(visible_BLL, ((0, 0), (0, 0), (0, num_diagonals)), constant_values=True)
       weight_BGJLS = jnp.where(seen_BLS[:, None, None], weight_BGJLS, 0)
     out_BGJLK = weighted_values(weight_BGJLS[..., :num_rows], values_BGLK)
     for i, (_, v_BGLK) in enumerate(diagonals):
@@ -89,8 +100,10 @@ def rollout(
   if kind_of(network.config).is_one_pass:
     return heads_by_place(network, params, taps.feature, num_steps)
 
+  how: Any = {'window': network.config.as_layer().window, 'is_leaky': is_leaky}
+
   def step(params, memories, read_DBL):
-    attentions = [multistep_attention(memory, packed.sequence, is_leaky=is_leaky) for memory in memories]
+    attentions = [multistep_attention(memory, packed.sequence, **how) for memory in memories]
     return network.apply_layers(params, packed.next_token, read_DBL, packed.position, attentions)
 
   run = jax.checkpoint(step) if remat else step
