@@ -59,7 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
   """Return every name whose value differs, with both values, as text; '' if there is none."""
   names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-  return '; '.join(f'{name} {then.get(name)!r}, not {now.get(name)!r}' for name in names)
+  return '; '.join(f'{name} was {then.get(name)!r} and is now {now.get(name)!r}' for name in names)
 
 
 def as_stored(settings: Mapping[str, Any]) -> dict[str, Any]:

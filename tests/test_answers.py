@@ -334,6 +334,8 @@ def test_shards_need_a_tokenizer(target, tmp_path):
     ({'temperatures': ()}, 'temperatures is [(][)]'),
     ({'temperatures': (1.0, float('nan'))}, 'temperatures is .*nan'),
     ({'temperatures': (-1.0,)}, 'temperatures is .*-1'),
+    ({'seed': 2**31}, 'seed is 2147483648; a number from 0'),
+    ({'seed': -1}, 'seed is -1; a number from 0'),
   ],
 )
 def test_settings_are_checked(changes, message):

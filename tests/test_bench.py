@@ -143,7 +143,7 @@ def test_stopped_run_resumes_from_its_log(pair, answers, tmp_path, monkeypatch):
   decoded.clear()
   assert len(at_both(bench, log)) == len(answers)
   assert not decoded
-  with pytest.raises(ValueError, match='log .*got seed 3, not 4'):
+  with pytest.raises(ValueError, match='log .*seed was 3 and is now 4'):
     next(bench.measure(ASKED, 0.0, log, {**SETTINGS, 'seed': 4}))
 
 

@@ -162,6 +162,12 @@ def configuration(path, target='smollm2-135m-instruct', more=''):
     ('DATA = {3: Data(1)}', None, 'the name 3;'),
     ('DATA = {"x": 3}', None, "'x': 3"),
     ('NUM_TRACED = "x"', None, 'NUM_TRACED is a str'),
+    ('NUM_TRACED = True', None, 'NUM_TRACED is a bool'),
+    (
+      'from eagle_jax.draft.peagle import PEagleConfig\nDRAFTER = PEagleConfig(9, 8, 1, 1, 8, 8, 8, mask_token_id=1)',
+      None,
+      'DRAFTER is a PEagleConfig; a DrafterConfig or ',
+    ),
     ('VARIANTS = {"../x": {}}', '../x', "'../x'"),
     ('VARIANTS = 3', 'x', 'VARIANTS is 3'),
     ('VARIANTS = {"x": 3}', 'x', "{'x': 3}"),
@@ -198,18 +204,23 @@ def test_a_second_stage_is_the_configuration_but_for_the_places_it_trains_on(tmp
   assert second == {**plain, 'RECIPE': dataclasses.replace(plain['RECIPE'], second_stage=True)}
   done = launch('train', f'--config={path}', f'--out={tmp_path / "run"}', '--second_stage')
   assert done.returncode == 2
-  assert 'second_stage trains on the places that decoding with the first weights reaches' in done.stderr
+  assert 'second_stage trains only at positions that decoding with the initial drafter reaches' in done.stderr
 
 
 def test_a_dry_run_needs_the_target_s_configuration_alone(files, tmp_path):
+  more = 'DATA["long"] = Data(num_shards=1, taps=(0,))'  # more than the drafter reads
   done = launch(
-    'train', f'--config={configuration(tmp_path / "own.py", files[0].removeprefix("--target="))}', '--dry_run', '--json'
+    'train',
+    f'--config={configuration(tmp_path / "own.py", files[0].removeprefix("--target="), more=more)}',
+    '--dry_run',
+    '--json',
   )
   assert done.returncode == 0, done.stderr
   sizes = json.loads(done.stdout)
   # Features are stored: of the target there are embedding and head, and no layers.
   drafter_bytes = 4 * sum(x.size for x in jax.tree.leaves(Eagle(DRAFTER).init_params(jax.random.key(0))))
   batch_bytes = 2 * 32 * (6 * 4 + 2 * 32)
+  assert sizes['stored_per_token'] == 2 * 32 * 2
   assert sizes['arguments'] == pytest.approx(3 * drafter_bytes + batch_bytes + 4 * (2 * 11 * 32 + 11), rel=0.01)
 
 

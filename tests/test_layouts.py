@@ -312,7 +312,7 @@ def test_what_comes_back_otherwise_is_an_error():
   drafter = HEADS['eagle3']
   renamed = dataclasses.replace(drafter.config, name='again')
   hub.require_same(drafter, Drafter(renamed, drafter.params), tiny.target(TARGET))
-  with pytest.raises(ValueError, match='window None, not 3'):
+  with pytest.raises(ValueError, match='window was None and is now 3'):
     hub.require_same(drafter, Drafter(dataclasses.replace(renamed, window=3), drafter.params), tiny.target(TARGET))
   with pytest.raises(ValueError, match='other numbers'):
     hub.require_same(drafter, Drafter(renamed, jax.tree.map(jnp.negative, drafter.params)), tiny.target(TARGET))

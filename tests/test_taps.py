@@ -263,8 +263,13 @@ def test_heads_learn_and_resume(target, learned, tmp_path, monkeypatch, kind):
 
 def test_examples_of_other_taps_are_refused_before_training(target, tmp_path):
   examples = recorded((1,))
-  with pytest.raises(ValueError, match=r'\(1, 2\), 96 numbers a token; the examples hold 64: .*Data\(taps=\(1, 2\)\)'):
+  with pytest.raises(
+    ValueError, match=r'\(1, 2\), 96 numbers a token, and recorded answers hold 64: .*Data\(taps=\(1, 2\)\)'
+  ):
     train(target, CONFIG, examples[:10], examples[10:], RECIPE, tmp_path)
+  mixed = [one._replace(feature=one.feature[:, : 96 * (one.id % 2)]) for one in recorded((1, 2))]
+  with pytest.raises(ValueError, match='96 numbers a token, and recorded answers hold 0 or 96'):
+    train(target, CONFIG, mixed[:10], mixed[10:], RECIPE, tmp_path)
   with pytest.raises(ValueError, match='regression is 1.0, and a drafter of kind EAGLE-3'):
     train(target, FEW['eagle3'], recorded((0, 1, 2))[:10], recorded((0, 1, 2))[10:], RECIPE, tmp_path)
   assert not (tmp_path / 'settings.json').exists()

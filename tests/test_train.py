@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import fcntl
 import functools
 import gc
 import itertools
@@ -19,19 +20,21 @@ import pytest
 
 import forked
 from eagle_jax import cache as kv_cache
-from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, TargetConfig
+from eagle_jax.config import BlockConfig, DrafterConfig, Eagle3Config, EagleTapsConfig, MedusaConfig, TargetConfig
 from eagle_jax.decode.generate import generate
 from eagle_jax.draft.block import Block
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.draft.eagle3 import Eagle3
 from eagle_jax.draft.eagle_taps import EagleTaps
+from eagle_jax.draft.peagle import PEagleConfig
 from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.features import split_taps, with_features
 from eagle_jax.evaluate.trace import Traced, first_answer, trace
 from eagle_jax.hub import load_drafter, save_drafter
 from eagle_jax.models.transformer import Taps, Target, TransformerTarget
 from eagle_jax.policy.trees import Chain
+from eagle_jax.sharding import make_mesh
 from eagle_jax.train import losses
 from eagle_jax.train import run as whole_run
 from eagle_jax.train.checkpoint import metrics_log, run_lock
@@ -44,6 +47,7 @@ from eagle_jax.train.rollout import chain_weights, multistep_attention, prefix_c
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Heads, Objective, Recipe, Rows, distill, evaluate, loss_and_metrics, train_step
 from killing import run_killed, run_to_the_end, same
+from tiny_chat import TOY
 
 CONFIG = TargetConfig(
   vocab_size=31, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_width=32, max_context=256
@@ -649,6 +653,9 @@ def test_texts_without_a_lesson_are_refused_and_what_is_cut_is_counted(target, t
   for first, second in ((late, examples), (examples, late), (examples, [])):
     with pytest.raises(ValueError, match=r'Of \d+ texts to (train on|hold out), .*none of them among the first 12'):
       train(target, DRAFTER, first, second, short, tmp_path)
+  with_prompts = dataclasses.replace(short, prompt_weight=0.3)
+  with pytest.raises(ValueError, match='to hold out, .*none of them among the first 12'):  # metrics are of answers
+    train(target, DRAFTER, late, late, with_prompts, tmp_path)
   assert not (tmp_path / 'settings.json').exists()
   monkeypatch.setattr('eagle_jax.train.loop.train_step', stop_at(1))
   longer = dataclasses.replace(short, num_places=16, chunk_places=16)
@@ -688,13 +695,13 @@ def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
   run(initial=None)
   other_objective = dataclasses.replace(RECIPE, objective=Objective(top_k=3))
   for changed, message in (
-    ({'config': dataclasses.replace(DRAFTER, rope_theta=5e5)}, 'drafter.rope_theta 10000.0, not 500000.0[.]'),
+    ({'config': dataclasses.replace(DRAFTER, rope_theta=5e5)}, 'drafter.rope_theta was 10000.0 and is now 500000.0[.]'),
     (
       {'recipe': dataclasses.replace(RECIPE, num_steps=8, seed=1)},
-      'num_steps 6, not 8; recipe.seed 0, not 1',
+      'num_steps was 6 and is now 8; recipe.seed was 0 and is now 1',
     ),
-    ({'recipe': other_objective}, 'objective.top_k 10, not 3[.] Go on with .*another --out'),
-    ({'initial': 'runs/x/drafter'}, "initial None, not 'runs/x/drafter'"),
+    ({'recipe': other_objective}, 'objective.top_k was 10 and is now 3[.] Rerun with .*another --out'),
+    ({'initial': 'runs/x/drafter'}, "initial was None and is now 'runs/x/drafter'"),
   ):
     with pytest.raises(ValueError, match=message):
       run(**{'initial': None, **changed})
@@ -707,11 +714,15 @@ def test_a_run_is_resumed_only_as_it_began(target, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({}, 'not what DRAFTER describes: norm_eps 1e-05, not 1e-06[.] Give DRAFTER'),
+    ({}, 'not what DRAFTER describes: norm_eps was 1e-05 and is now 1e-06[.] Give DRAFTER'),
     ({'DRAFTER': dataclasses.replace(DRAFTER, width=24)}, ': width 24 instead of 16'),
     ({'DATA': {'a': Data(1), 'b': Data(1, stores_features=False)}}, "stores_features is {'a': True, 'b': False}; one"),
     ({'DATA': {}}, 'one kind of data at least'),
     ({'DATA': {'../../x': Data(1)}}, "'../../x'"),
+    ({'DRAFTER': Eagle3Config(**SIZES, target_width=16, taps=(0,))}, 'regression is 1.0, .*set regression=0'),
+    ({'DRAFTER': MedusaConfig(31, 16, max_depth=2)}, 'num_steps must be 2, .* got 1'),
+    ({'DRAFTER': PEagleConfig(**SIZES, target_width=16, taps=(0,), mask_token_id=1)}, 'PEagleConfig cannot be trained'),
+    ({'DRAFTER': dataclasses.replace(DRAFTER, own_embedding=True)}, 'own_embedding=True.* set own_embedding=False'),
   ],
 )
 def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path, monkeypatch, changes, message):
@@ -726,11 +737,78 @@ def test_a_configuration_is_refused_before_anything_is_answered(target, tmp_path
     )
 
 
-def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
+DATA = Data(1, num_rows=4, num_refill=2, max_prompt=32, max_new_tokens=32)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'ids', 'message'),
+  [
+    ({}, None, "out.shards.b holds a run with other settings: target was 'y' and is now 'x'"),
+    ({'DATA': {'a': DATA, 'b': dataclasses.replace(DATA, max_prompt=250)}}, None, 'exceeds the context of 256'),
+    ({'DATA': {'a': DATA, 'b': dataclasses.replace(DATA, num_refill=5)}}, None, 'num_refill.*4; got 5'),
+    ({'DATA': {'a': DATA, 'b': dataclasses.replace(DATA, taps=(2,))}}, None, "DATA 'b' stores .* has 1 layers"),
+    ({'DRAFTER': dataclasses.replace(DRAFTER, draft_vocab_size=2)}, None, 'draft_vocab_size is 2, .* holds 4 ids'),
+    ({'DRAFTER': dataclasses.replace(DRAFTER, draft_vocab_size=2)}, [7, 8], 'other settings'),  # ids are known
+  ],
+)
+def test_what_can_never_work_is_refused_before_the_first_of_two_kinds_is_answered(
+  target, tmp_path, monkeypatch, changes, ids, message
+):
+  chatty = dataclasses.replace(target, config=dataclasses.replace(CONFIG, eos_ids=(1, 2, 3)), tokenizer=TOY)
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: chatty)
+  monkeypatch.setattr('eagle_jax.train.run.make_shards', lambda *_: pytest.fail('the target is asked'))
+  shards, vocabulary = tmp_path / 'out' / 'shards', tmp_path / 'vocabulary.json'
+  (shards / 'b').mkdir(parents=True)
+  (shards / 'b' / 'settings.json').write_text('{"target": "y"}')
+  (shards / 'b' / 'shard_0000.safetensors').touch()
+  vocabulary.write_text(json.dumps({'ids': ids}))
+  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': DATA, 'b': DATA}, 'RECIPE': RECIPE, **changes}
+  with pytest.raises(ValueError, match=message):
+    whole_run.run(config, tmp_path / 'out', shards=shards, prompts=None, vocabulary=str(vocabulary) if ids else None)
+
+
+def test_one_run_at_a_time_makes_shards(target, tmp_path, monkeypatch):
+  """Of two that begin together the second would take the folder for one that was not begun; later they share it."""
+
+  def gather(*_):
+    raise ValueError('all is gathered')
+
+  monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **__: target)
+  monkeypatch.setattr('eagle_jax.train.run._gather', gather)
+  config, shards = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': DATA}, 'RECIPE': RECIPE}, tmp_path / 'shards'
+  begin_run = functools.partial(whole_run.run, config, shards=shards, prompts=None)
+  (shards / 'a').mkdir(parents=True)
+  with open(shards / '.lock', 'a') as other:
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match='shards is in use by another process'):
+      begin_run(tmp_path / 'first')
+    (shards / 'a' / 'shard_0000.safetensors').touch()
+    with pytest.raises(ValueError, match='all is gathered'):
+      begin_run(tmp_path / 'first')
+
+
+def test_first_weights_with_an_embedding_of_their_own_are_refused(target, monkeypatch):
+  own = Drafter(dataclasses.replace(DRAFTER, own_embedding=True), {})
+  monkeypatch.setattr('eagle_jax.train.run.load_drafter', lambda *_, **__: own)
+  with pytest.raises(ValueError, match="'x' has an embedding of its own, .* begin with another --initial"):
+    whole_run.first_weights('x', target, DRAFTER)
+
+
+def test_a_dry_run_refuses_what_a_run_would():
+  eagle3 = Eagle3Config(**SIZES, target_width=16, taps=(0,))
+  config = {'TARGET': CONFIG, 'DRAFTER': eagle3, 'RECIPE': RECIPE}
+  with pytest.raises(ValueError, match='regression is 1.0'):
+    whole_run.dry_run(config, make_mesh())
+  one = {'RECIPE': dataclasses.replace(RECIPE, objective=Objective(regression=0.0)), 'DATA': {'a': Data(1, taps=(1,))}}
+  with pytest.raises(ValueError, match=r'stores the inputs of layers \(1,\), and DRAFTER reads those of \(0,\)'):
+    whole_run.dry_run(config | one, make_mesh())
+
+
+def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch, caplog):
   """To the run folder, which is not resumed with others, and to the drafter's provenance."""
   told = {}
   monkeypatch.setattr('eagle_jax.train.run.load_target', lambda *_, **how: told.update(how) or target)
-  monkeypatch.setattr('eagle_jax.train.run._gather', lambda *_: whole_run._Gathered([], [], {}))
+  monkeypatch.setattr('eagle_jax.train.run._gather', lambda *_: whole_run._Gathered([], [], {'a': {}}))
   monkeypatch.setattr('eagle_jax.train.run.train', lambda *_, **how: told.update(how))
   save_drafter(Drafter(DRAFTER, first_params(Eagle(DRAFTER))), tmp_path / 'first')
   config = {'TARGET': 'x', 'DRAFTER': dataclasses.replace(DRAFTER, draft_vocab_size=9, name='new'), 'RECIPE': RECIPE}
@@ -740,6 +818,7 @@ def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
   assert told['provenance'].items() >= told['origin'].items()
   assert told['initial'].config == DRAFTER
   assert told['dtype'] == 'float32'
+  assert 'left out' not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -756,6 +835,8 @@ def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch):
     ({'clip_norm': 0.0}, 'clip_norm is 0.0; a number above 0'),
     ({'objective': Objective(num_steps=33)}, 'num_places is 32, and objective.num_steps 33'),
     ({'num_accumulated': 4}, 'num_accumulated is 4; a divisor of num_steps, 6, is needed'),
+    ({'seed': -1}, 'seed is -1; a number from 0'),
+    ({'seed': 2**31}, 'seed is 2147483648; a number from 0'),
   ],
 )
 def test_a_recipe_is_checked(changes, message):
@@ -764,8 +845,8 @@ def test_a_recipe_is_checked(changes, message):
 
 
 def test_data_of_which_nothing_was_made_may_be_made_of_other_prompts(target, tmp_path, monkeypatch):
-  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': Data(1)}}
-  asked = functools.partial(whole_run._gather, target, config, tmp_path)
+  config = {'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': DATA}}
+  asked = functools.partial(whole_run._gather, dataclasses.replace(target, tokenizer=TOY), config, tmp_path)
   monkeypatch.setattr(whole_run, 'read_conversations', lambda *_: [])
 
   def fail(*_):
@@ -776,7 +857,7 @@ def test_data_of_which_nothing_was_made_may_be_made_of_other_prompts(target, tmp
     with pytest.raises(ValueError, match='too few'):
       asked(prompts, prompts)
   (tmp_path / 'a' / 'shard_0000.safetensors').touch()
-  with pytest.raises(ValueError, match="begun otherwise: prompts 'second', not 'third'"):
+  with pytest.raises(ValueError, match="other settings: prompts was 'second' and is now 'third'"):
     asked('third', 'third')
 
 
@@ -795,6 +876,8 @@ def test_a_vocabulary_in_a_file_is_checked(tmp_path, content, message):
   config, path = dataclasses.replace(DRAFTER, draft_vocab_size=3), tmp_path / 'vocabulary.json'
   path.write_text('{"ids": [5, 30, 0]}')
   assert read_vocabulary(path, config).tolist() == [5, 30, 0]
+  with pytest.raises(ValueError, match='--vocabulary needs draft_vocab_size in DRAFTER'):
+    read_vocabulary(path, DRAFTER)
   path.write_text(content)
   with pytest.raises(ValueError, match=message):
     read_vocabulary(path, config)
@@ -806,7 +889,7 @@ def test_a_run_is_not_resumed_with_other_ids(target, tmp_path):
   recipe = dataclasses.replace(RECIPE, num_steps=2)
   run = functools.partial(train, target, config, examples[:10], examples[10:], recipe, tmp_path, report_every=2)
   run(ids=np.arange(20, dtype=np.int32))
-  with pytest.raises(ValueError, match='begun otherwise: ids '):
+  with pytest.raises(ValueError, match='other settings: ids was '):
     run(ids=np.arange(1, 21, dtype=np.int32))
   assert load_drafter(tmp_path / 'drafter', target).params['ids'].tolist() == [*range(20)]
   own = Eagle3Config(**SIZES, target_width=16, taps=(), draft_vocab_size=20)
@@ -853,7 +936,7 @@ def test_a_second_stage_needs_first_weights(target, tmp_path, monkeypatch):
     functools.partial(whole_run.run, config, tmp_path / 'run', shards=tmp_path, prompts=None),
     functools.partial(train, target, DRAFTER, examples[:10], examples[10:], recipe, tmp_path / 'run'),
   ):
-    with pytest.raises(ValueError, match='second_stage .*got none: give a trained drafter as --initial'):
+    with pytest.raises(ValueError, match='second_stage .*needs one: pass a trained drafter with --initial'):
       begin_run()
   assert [*tmp_path.iterdir()] == []
 
@@ -886,7 +969,7 @@ def test_a_second_stage_is_accepted_more_and_resumes(target, tmp_path, monkeypat
   monkeypatch.setattr('eagle_jax.train.reached.trace', lambda *_, **__: pytest.fail('replayed again'))
   assert run(folder=tmp_path / 'stopped') == expected
   assert same(tmp_path / 'whole', tmp_path / 'stopped')
-  with pytest.raises(ValueError, match='begun otherwise: recipe.second_stage True, not None'):
+  with pytest.raises(ValueError, match='other settings: recipe.second_stage was True and is now None'):
     run(folder=tmp_path / 'whole', recipe=dataclasses.replace(recipe, second_stage=False))
 
 

@@ -12,6 +12,7 @@ class Toy:
   has_chat_template: bool = True
 
   alphabet = '.\nUASabcdefghijklmnopqrstuvwxyz'  # ids in this order, so the EOS is 0; 5 and above are plain text
+  essential_ids = (0, 1)
 
   def render(self, messages, add_generation_prompt):
     if any(' ' in message['content'] for message in messages):

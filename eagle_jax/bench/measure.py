@@ -139,7 +139,7 @@ def _read_log(path: Path, settings: Mapping[str, Any]) -> dict[tuple, Answered]:
     return {}
   if wrong := differences(json.loads(first), as_stored(settings)):
     raise ValueError(
-      f'The log {path} must be of a run with the same settings, got {wrong}: choose another --out, or move it away.'
+      f'The log {path} must be of a run with the same settings: {wrong}. Choose another --out, or move it away.'
     )
   answered = map(Answered.parse, lines)
   return {(a.task, a.question_id, a.turn, a.temperature, a.repeat): a for a in answered}

@@ -59,6 +59,28 @@ def with_features(target: Target, examples: Sequence[Example], taps: Sequence[in
   return [example if example.feature.shape[1] else example._replace(feature=next(made)) for example in examples]
 
 
+def require_recorded(
+  target: Target, config: Any, examples: Sequence[Example], *, may_lack: bool = False
+) -> tuple[int, ...]:
+  """Return the layers that a drafter taps; raise a ValueError unless the examples hold what it reads of the target.
+
+  Args:
+    target: the target that gave the answers.
+    config: of the drafter.
+    examples: one or more.
+    may_lack: whether all of them may lack features, which are then computed later.
+  """
+  taps = config.tapped_layers(target.config.num_layers)
+  needed, found = target.config.width * (1 + len(taps)), {one.feature.shape[1] for one in examples}
+  if found != {needed} and not (may_lack and found == {0}):
+    raise ValueError(
+      f'Drafter {config.name!r} reads the feature and the inputs of layers {taps}, {needed} numbers a token, and '
+      f'recorded answers hold {" or ".join(map(str, sorted(found)))}: make all of them with Data(taps={taps}), or '
+      f'compute what they lack with `features(target, texts, taps={taps})`.'
+    )
+  return taps
+
+
 def join_taps(taps: Taps) -> jax.Array:
   """Join the feature and the k inputs of tapped layers, [D, B, L] each, as examples hold them: [(1 + k) D, B, L]."""
   return jnp.concatenate([taps.feature, *taps.residual])

@@ -22,7 +22,7 @@ from eagle_jax.decode.state import DecodeState, Params, Spec
 from eagle_jax.decode.step import decode_loop, result, step, tau
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.evaluate.example import Example
-from eagle_jax.evaluate.features import split_taps
+from eagle_jax.evaluate.features import require_recorded, split_taps
 from eagle_jax.models.transformer import Target
 from eagle_jax.policy.costs import Costs
 from eagle_jax.policy.trees import TreePolicy
@@ -252,17 +252,6 @@ def nodes_of_cycles(cycles: Iterable[Cycle], *, num_tokens: int, max_depth: int)
   ]
 
 
-def require_recorded(target: Target, drafter: Drafter, examples: Sequence[Example]) -> None:
-  """Raise a ValueError unless the examples hold the activations of the target that the drafter reads."""
-  taps = drafter.config.tapped_layers(target.config.num_layers)
-  needed = target.config.width * (1 + len(taps))
-  if wrong := {one.feature.shape[1] for one in examples} - {needed}:
-    raise ValueError(
-      f'Drafter {drafter.config.name!r} reads the feature and the inputs of layers {taps}, {needed} numbers a token, '
-      f'and recorded answers hold {min(wrong)}: compute them with `features(target, texts, taps={taps})`.'
-    )
-
-
 class ReplayBatch(NamedTuple):
   """Examples to be decoded together."""
 
@@ -288,7 +277,7 @@ def replay_batches(
   if not examples:
     raise ValueError('`examples` must hold at least one example, got none.')
   params, spec = build(target, drafter, policy=policy, costs=costs)
-  require_recorded(target, drafter, examples)
+  require_recorded(target, drafter.config, examples)
   spec = dataclasses.replace(spec, target=Replay(target.config.vocab_size, target.config.width))
   answers = [first_answer(example) for example in examples]
   sizes = {'num_rows': num_rows, 'max_new': max(answer.num_new for answer in answers)}

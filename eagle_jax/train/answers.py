@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.cache import pad_slots
+from eagle_jax.config import TargetConfig
 from eagle_jax.decode.batching import Batcher, Request
 from eagle_jax.decode.commit import require_numbers
 from eagle_jax.decode.program import Program
@@ -60,6 +61,17 @@ class Answer(NamedTuple):
   feature: np.ndarray  # [num_prompt + n - 1, (1 + k) D] bf16; the newest token has none: no pass saw it
 
 
+def require_room(config: TargetConfig, *, num_rows: int, num_refill: int, max_prompt: int, max_new_tokens: int) -> None:
+  """Raise a ValueError if `num_refill` is above `num_rows`, or a text would exceed the target's context."""
+  if not 1 <= num_refill <= num_rows:
+    raise ValueError(f'`num_refill` must be between 1 and num_rows, {num_rows}; got {num_refill}.')
+  if max_prompt + max_new_tokens > config.max_context:
+    raise ValueError(
+      f'max_prompt {max_prompt} + max_new_tokens {max_new_tokens} exceeds the context of {config.max_context}. Lower '
+      'one of them.'
+    )
+
+
 class Answerer:
   """A runner of any number of requests, `num_rows` at a time, with programs that are compiled once."""
 
@@ -86,15 +98,10 @@ class Answerer:
       taps: layers whose inputs are recorded too, k of them.
 
     Raises:
-      ValueError: `num_refill` is above `num_rows`, or a text would exceed the target's context.
+      ValueError: as `require_room`.
     """
-    if not 1 <= num_refill <= num_rows:
-      raise ValueError(f'`num_refill` must be between 1 and num_rows, {num_rows}; got {num_refill}.')
-    if max_prompt + max_new_tokens > target.config.max_context:
-      raise ValueError(
-        f'max_prompt {max_prompt} + max_new_tokens {max_new_tokens} exceeds the context of '
-        f'{target.config.max_context}. Lower one of them.'
-      )
+    sizes = {'num_rows': num_rows, 'num_refill': num_refill}
+    require_room(target.config, **sizes, max_prompt=max_prompt, max_new_tokens=max_new_tokens)
     self.target, self.max_prompt = target, max_prompt
     network = dataclasses.replace(target.network, tapped_layers=tuple(taps) if records_features else ())
     self._batcher = Batcher(

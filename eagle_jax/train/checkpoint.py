@@ -43,7 +43,8 @@ def settle_settings(path: Path, settings: Mapping[str, Any]) -> None:
     raise ValueError(f'{path} holds {begun!r:.80}; a JSON object of settings is needed. Choose another --out.')
   if wrong := differences(begun, as_stored(settings)):
     raise ValueError(
-      f'{path.parent} was begun otherwise: {wrong}. Go on with what it was begun with, or choose another --out.'
+      f'{path.parent} holds a run with other settings: {wrong}. Rerun with the original settings, or choose another '
+      '--out.'
     )
 
 
@@ -227,7 +228,7 @@ def _shapes(tree: Any) -> dict[str, Any]:
 
 
 def _none_is_whole(folder: Path, reason: object) -> str:
-  return f'No checkpoint in {folder} is whole ({reason}): bring one back, or delete the folder to begin anew.'
+  return f'No usable checkpoint in {folder} ({reason}): restore one from a backup, or delete the folder to start over.'
 
 
 def _set_aside_without_metrics(folder: Path) -> None:

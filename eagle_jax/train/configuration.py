@@ -12,8 +12,8 @@ from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
 
 _NAMES = ('TARGET', 'DRAFTER', 'DATA', 'RECIPE', 'NUM_TRACED')
-_DRAFTERS = DrafterConfig, EagleTapsConfig, BlockConfig, Eagle3Config, MedusaConfig
-_KINDS = {kind.__name__: kind for kind in (Data, *_DRAFTERS, Objective, Recipe, TargetConfig)}
+DRAFTERS = DrafterConfig, EagleTapsConfig, BlockConfig, Eagle3Config, MedusaConfig  # which can be trained
+_KINDS = {kind.__name__: kind for kind in (Data, *DRAFTERS, Objective, Recipe, TargetConfig)}
 
 
 def read_configuration(
@@ -42,7 +42,7 @@ def read_configuration(
   if unknown := sorted(map(str, changes.keys() - {*_NAMES})):
     raise ValueError(f'{path}: variant {variant!r} has {unknown}; {", ".join(_NAMES)} may be in one.')
   config = {name: value for name, value in {**config, **changes}.items() if name in _NAMES}
-  types: dict[str, tuple[type, ...]] = {'TARGET': (str,), 'DRAFTER': _DRAFTERS, 'RECIPE': (Recipe,)}
+  types: dict[str, tuple[type, ...]] = {'TARGET': (str,), 'DRAFTER': DRAFTERS, 'RECIPE': (Recipe,)}
   if shapes_alone:
     types['TARGET'] = (str, TargetConfig)
   if 'DATA' in config or not shapes_alone:
@@ -50,7 +50,7 @@ def read_configuration(
   if 'NUM_TRACED' in config:
     types['NUM_TRACED'] = (int,)
   for name, allowed in types.items():
-    if not isinstance(config.get(name), allowed):
+    if type(config.get(name)) not in allowed:  # other kinds of drafters are subclasses of those that can be trained
       found = f'a {type(config[name]).__name__}' if name in config else 'missing'
       raise ValueError(f'{path}: {name} is {found}; a {" or ".join(kind.__name__ for kind in allowed)} is needed.')
   if 'DATA' in config:

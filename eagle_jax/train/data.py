@@ -132,8 +132,11 @@ def read_vocabulary(path: str | Path, config: Any) -> np.ndarray:
   """Read the ids that a drafter of this config is to draft, [U] i32, from a JSON file: {"ids": [...]}.
 
   Raises:
-    ValueError: the file holds no such list, or not as many distinct ids of the target as the config drafts.
+    ValueError: the config drafts all ids, or the file holds no such list, or not as many distinct ids of the target as
+      the config drafts.
   """
+  if config.draft_vocab_size is None:
+    raise ValueError('--vocabulary needs draft_vocab_size in DRAFTER: this drafter drafts all ids.')
   content = parse_json(Path(path).expanduser().read_bytes(), str(path))
   ids = content.get('ids') if isinstance(content, dict) else None
   if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):

@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.kinds import kind_of
 from eagle_jax.evaluate.example import Example
-from eagle_jax.evaluate.features import with_features
+from eagle_jax.evaluate.features import require_recorded, with_features
 from eagle_jax.models.transformer import Target, TransformerTarget
 from eagle_jax.processes import on_main
 from eagle_jax.sharding import mesh_of, num_devices, param_shardings, put, require_whole_share, use_mesh
 from eagle_jax.train.checkpoint import Checkpoints, run_lock, settle_settings
+from eagle_jax.train.configuration import DRAFTERS
 from eagle_jax.train.data import batches, frequent_ids, place
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.reached import mark_reached, require_first
@@ -51,7 +52,7 @@ def train(
 
   Args:
     target: frozen; on a mesh, the drafter is trained there: batch rows over 'data', matrices over 'model'.
-    config: of the drafter, of a kind with weights.
+    config: of the drafter: a `DrafterConfig`, `EagleTapsConfig`, `BlockConfig`, `Eagle3Config` or `MedusaConfig`.
     examples, held_out: the target's answers, for training and for metrics, with the taps that the drafter reads.
     recipe: optimizer and losses.
     folder: for checkpoints, metrics and the drafter.
@@ -68,9 +69,8 @@ def train(
 
   Raises:
     ValueError: the folder is in use by another process, holds a run of another drafter, recipe or origin, or no whole
-      checkpoint; the weights to begin with are quantised; there is nothing to learn from or to hold out; examples hold
-      other taps; a head that predicts no features is to learn them, or one of its own other ids; the mesh does not
-      divide the recipe's rows; a second stage has no weights to begin with, or reaches nothing; or training diverged.
+      checkpoint; there is nothing to learn from or to hold out; examples hold other taps; a second stage reaches
+      nothing; training diverged; or as `require_ready`.
   """
   setup = _set_up(target, config, examples, held_out, recipe, initial=initial, ids=ids)
   outcome = Outcome(config, setup.vocabulary, folder / 'drafter', provenance or {})
@@ -100,7 +100,7 @@ class _Setup:
   recipe: Recipe
   examples: Sequence[Example]
   mesh: Mesh | None
-  ids: np.ndarray | None  # [U] i32, the ids to draft if they were known before; see `_learned_ids`
+  ids: np.ndarray | None  # [U] i32, the ids to draft if they were known before; see `require_ready`
   frozen: Frozen
   vocabulary: dict[str, jax.Array]  # see `frozen_inputs`
   taps: tuple[int, ...]  # layers of the target that the drafter reads
@@ -138,18 +138,33 @@ def _set_up(
   ids: np.ndarray | None,
 ) -> _Setup:
   """Check the arguments of `train` against each other, and take what is needed of the target."""
+  ids = require_ready(target, config, recipe, initial=initial, ids=ids)
+  _require_lessons(examples, held_out, recipe)
+  taps = require_recorded(target, config, [*examples, *held_out], may_lack=True)
+  frozen, vocabulary = frozen_inputs(target, config, examples, objective=recipe.objective, ids=ids)
+  reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype, taps)
+  return _Setup(config, recipe, examples, mesh_of(target.params), ids, frozen, vocabulary, taps, reader)
+
+
+def require_ready(
+  target: Target, config: Any, recipe: Recipe, *, initial: Drafter | None, ids: np.ndarray | None
+) -> np.ndarray | None:
+  """Check the arguments of `train` that are there before any answers; return the ids to draft, [U] i32, if known.
+
+  Raises:
+    ValueError: the weights to begin with are quantised; a second stage has none; the mesh does not divide the recipe's
+      rows; a head of its own is to draft other ids than it has learned; the draft vocabulary is too small; or as
+      `require_trainable`.
+  """
   if initial is not None:
     initial.require_exact()
   require_first(recipe, initial)
-  mesh = mesh_of(target.params)
-  require_whole_share('num_rows', recipe.num_rows, mesh)
-  _require_lessons(examples, held_out, recipe)
-  ids = _learned_ids(config, initial, ids)
-  frozen, vocabulary = frozen_inputs(target, config, examples, objective=recipe.objective, ids=ids)
-  taps = _require_taps(config, target, [*examples, *held_out])
-  _require_objective(config, recipe.objective)
-  reader = None if examples[0].feature.shape[1] else TransformerTarget(target.config, frozen.embed.dtype, taps)
-  return _Setup(config, recipe, examples, mesh, ids, frozen, vocabulary, taps, reader)
+  require_whole_share('num_rows', recipe.num_rows, mesh_of(target.params))
+  known = _learned_ids(config, initial, ids)
+  require_trainable(config, recipe.objective)
+  if known is None and config.draft_vocab_size is not None:
+    _forced_ids(target, config)
+  return known
 
 
 def _first_state(setup: _Setup, initial: Drafter | None) -> TrainState:
@@ -198,11 +213,14 @@ def _run_steps(setup: _Setup, state: TrainState, meter: Meter, reports: Reports,
 
 
 def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], recipe: Recipe) -> None:
-  """Raise a ValueError if there is nothing to train on or to hold out; warn if some answers do not fit."""
-  for name, some in (('train on', examples), ('hold out', held_out)):
+  """Raise a ValueError if there is nothing to train on or to hold out; warn if some answers do not fit.
+
+  Prompts may be trained on; held-out metrics are of answers alone.
+  """
+  for name, some, prompt_weight in (('train on', examples, recipe.prompt_weight), ('hold out', held_out, 0)):
     is_answer = [one.is_answer[2:] for one in some]
     count, kept = (sum(int(row[:end].sum()) for row in is_answer) for end in (None, recipe.num_places - 1))
-    if not some or not (kept or recipe.prompt_weight):
+    if not some or not (kept or prompt_weight):
       raise ValueError(
         f'Of {len(some)} texts to {name}, {count} tokens are answers, none of them among the first '
         f'{recipe.num_places}, num_places: give more text, or longer rows.'
@@ -213,20 +231,22 @@ def _require_lessons(examples: Sequence[Example], held_out: Sequence[Example], r
       )
 
 
-def _require_taps(config: Any, target: Target, examples: Sequence[Example]) -> tuple[int, ...]:
-  """Return the layers that the drafter taps; raise a ValueError if the examples hold others."""
-  taps = config.tapped_layers(target.config.num_layers)
-  needed = target.config.width * (1 + len(taps))
-  if wrong := {one.feature.shape[1] for one in examples} - {0, needed}:
+def require_trainable(config: Any, objective: Objective) -> None:
+  """Raise a ValueError unless a drafter of this config can be trained, and learns from this objective.
+
+  A head that predicts no features cannot learn them, all of Medusa's heads must learn, and an embedding of its own
+  stands still.
+  """
+  if type(config) not in DRAFTERS:
     raise ValueError(
-      f'Drafter {config.name!r} reads the feature and the inputs of layers {taps}, {needed} numbers a token; the '
-      f'examples hold {min(wrong)}: make shards with Data(taps={taps}).'
+      f'A drafter with a {type(config).__name__} cannot be trained: give it one of '
+      f'{", ".join(one.__name__ for one in DRAFTERS)}.'
     )
-  return taps
-
-
-def _require_objective(config: Any, objective: Objective) -> None:
-  """Raise a ValueError if a head is to learn features though it predicts none, or some heads would learn nothing."""
+  if getattr(config, 'own_embedding', False):
+    raise ValueError(
+      f'Drafter {config.name!r} has own_embedding=True, and training reads the embedding of the target: set '
+      'own_embedding=False, and begin with a drafter that has none of its own.'
+    )
   kind, title = kind_of(config), kind_of(config).title
   shapes = jax.eval_shape(kind.network(config, jnp.float32).init_params, jax.random.key(0))
   if objective.regression and 'head' in shapes:
@@ -272,12 +292,23 @@ def frozen_inputs(
     return Frozen(embed_VD, whole, jnp.arange(vocab_size), reader, whole if objective.looks_outside else ()), {}
   ids_U = ids
   if ids_U is None:
-    forced = {*target.config.eos_ids, *(target.tokenizer.essential_ids if target.tokenizer else ())}
-    ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=sorted(forced))
+    forced = _forced_ids(target, config)
+    ids_U = frequent_ids(examples, size=config.draft_vocab_size, vocab_size=vocab_size, forced=forced)
   index_V = np.full(vocab_size, -1, np.int32)
   index_V[ids_U] = np.arange(len(ids_U))
   head_UD = _for_logits(target, target.head_of(ids_U))
   return Frozen(embed_VD, head_UD, jnp.asarray(index_V), reader, whole), {'ids': jnp.asarray(ids_U)}
+
+
+def _forced_ids(target: Target, config: Any) -> list[int]:
+  """Return the ids that every draft vocabulary of the target holds; raise a ValueError if there is no room for them."""
+  forced = sorted({*target.config.eos_ids, *(target.tokenizer.essential_ids if target.tokenizer else ())})
+  if len(forced) > config.draft_vocab_size:
+    raise ValueError(
+      f'draft_vocab_size is {config.draft_vocab_size}, and every vocabulary for {target.config.name!r} holds '
+      f'{len(forced)} ids, special tokens and digits: raise it, or name the ids with --vocabulary.'
+    )
+  return forced
 
 
 def _for_logits(target: Target, head_UD: Any) -> Any:

@@ -40,8 +40,8 @@ def require_first(recipe: Recipe, initial: Any) -> None:
   """Raise a ValueError if a recipe of the second stage has no drafter to begin with."""
   if recipe.second_stage and not initial:
     raise ValueError(
-      'second_stage trains on the places that decoding with the first weights reaches, and got none: give a trained '
-      'drafter as --initial, or train a first stage.'
+      'second_stage trains only at positions that decoding with the initial drafter reaches, so it needs one: pass a '
+      'trained drafter with --initial, or train a first stage.'
     )
 
 

@@ -1,6 +1,7 @@
 """Run a whole training, from a configuration to a drafter: answers, training, provenance; or a dry run of it."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,16 +25,16 @@ from eagle_jax.evaluate.features import choose_taps
 from eagle_jax.files import differences
 from eagle_jax.hub import load_drafter, load_target, read_target_config
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.processes import on_main
+from eagle_jax.processes import on_main, true_everywhere
 from eagle_jax.progress import progress_bar
 from eagle_jax.sharding import param_sharding, param_shardings, require_whole_share, use_mesh
 from eagle_jax.train.checkpoint import run_lock, settle_settings
 from eagle_jax.train.configuration import require_data
 from eagle_jax.train.conversations import read_conversations
 from eagle_jax.train.data import Packed, batch_shardings, read_vocabulary
-from eagle_jax.train.loop import train
+from eagle_jax.train.loop import require_ready, require_trainable, train
 from eagle_jax.train.reached import require_first
-from eagle_jax.train.shards import Data, make_conversations, make_shards, read_shard
+from eagle_jax.train.shards import Data, make_conversations, make_shards, read_shard, require_answerable, shard_path
 from eagle_jax.train.step import Frozen, TrainState, train_step
 
 log = logging.getLogger('eagle_jax')
@@ -60,7 +61,8 @@ def run(
     config: TARGET (a name or path), DRAFTER, DATA (a `Data` for each folder of shards) and RECIPE; perhaps NUM_TRACED,
       held-out examples for the tree's tau. See `read_configuration`.
     out: run folder; of several processes, one that all of them see.
-    shards: folder of the shards, which variants share that are of one dtype.
+    shards: folder of the shards, which variants share that are of one dtype. Where some are missing, only one run at a
+      time may use it.
     prompts: file of conversations; None lets the target ask itself.
     initial: drafter to begin with, a shipped name or a folder; None for a fresh one.
     vocabulary: file of the ids to draft, see `data.read_vocabulary`; None: see `loop.train`.
@@ -73,20 +75,26 @@ def run(
 
   Raises:
     ValueError: a DRAFTER for another TARGET, features stored for some DATA alone, a name in DATA that is not a plain
-      folder name, too few conversations, a folder with another run in it or in use by one, or an `initial` that is not
-      what DRAFTER describes, or a vocabulary that does not fit it, or a second stage without `initial`.
+      folder name, too few conversations, a folder with another run in it or in use by one, an `initial` that is not
+      what DRAFTER describes, a vocabulary that does not fit it; or as `train`. What can be known without answers is
+      checked before the target gives any.
   """
   require_data(config['DATA'])
   require_first(config['RECIPE'], initial)
+  require_trainable(config['DRAFTER'], config['RECIPE'].objective)
   ids = read_vocabulary(vocabulary, config['DRAFTER']) if vocabulary else None
   prompts_hash = hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None
   with run_lock(out):
     target = load_target(config['TARGET'], dtype=config['RECIPE'].dtype, mesh=mesh)
     require_match(config['DRAFTER'], target.config)
     first = first_weights(initial, target, config['DRAFTER']) if initial else None
-    data = _gather(target, config, shards, prompts, prompts_hash)
+    require_ready(target, config['DRAFTER'], config['RECIPE'], initial=first, ids=ids)
+    is_made = true_everywhere(_is_made(shards, config['DATA']))
+    with contextlib.nullcontext() if is_made else run_lock(shards):
+      data = _gather(target, config, shards, prompts, prompts_hash)
     origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
-    log.warning('Conversations left out or ended early, by reason: %s', json.dumps(data.not_used))
+    if any(data.not_used.values()):
+      log.warning('Conversations left out or ended early, by reason: %s', json.dumps(data.not_used))
     return train(
       target,
       config['DRAFTER'],
@@ -110,9 +118,14 @@ def first_weights(name: str, target: Target, config: Any) -> Drafter:
   Taps, slots, further layers and GRIFFIN's block have no effect yet on the tokens that are drafted first.
 
   Raises:
-    ValueError: it is of another kind, or has other sizes.
+    ValueError: it is of another kind, has other sizes, or an embedding of its own.
   """
   drafter = load_drafter(name, target, dtype='float32')
+  if getattr(drafter.config, 'own_embedding', False):
+    raise ValueError(
+      f'Drafter {name!r} has an embedding of its own, and training reads the one of the target: begin with another '
+      '--initial or with none.'
+    )
   ours, needed = kind_of(drafter.config), kind_of(config)
   free = {'name': config.name, 'draft_vocab_size': config.draft_vocab_size}
   is_plain = type(drafter.config) is DrafterConfig and drafter.config.is_plain
@@ -124,8 +137,8 @@ def first_weights(name: str, target: Target, config: Any) -> Drafter:
     raise ValueError(f'Drafter {name!r} is of kind {ours.title}; training begins with {needed.title}, or with none.')
   if wrong := differences(dataclasses.asdict(drafter.config) | free, dataclasses.asdict(config)):
     raise ValueError(
-      f'Drafter {name!r} is not what DRAFTER describes: {wrong}. Give DRAFTER these values, or begin with another '
-      '--initial or with none.'
+      f'Drafter {name!r} is not what DRAFTER describes: {wrong}. Give DRAFTER the values of the drafter, or begin with '
+      'another --initial or with none.'
     )
   return drafter
 
@@ -142,17 +155,20 @@ def _gather(
   target: Target, config: Mapping[str, Any], folder: Path, prompts: str | None, prompts_hash: str | None
 ) -> _Gathered:
   """Make the shards that are missing, one folder for each kind of data, and read them all."""
-  gathered = _Gathered([], [], {})
-  wanted = config['DRAFTER'].tapped_layers(target.config.num_layers)
-  for name, data in config['DATA'].items():
-    data = with_taps(name, data, wanted, num_layers=target.config.num_layers)
-    own, refused = folder / name, collections.Counter[str]()
+  gathered, num_layers = _Gathered([], [], {}), target.config.num_layers
+  wanted = config['DRAFTER'].tapped_layers(num_layers)
+  all_data = {name: with_taps(name, data, wanted, num_layers=num_layers) for name, data in config['DATA'].items()}
+  for data in all_data.values():
+    require_answerable(target, data, makes_prompts=not prompts)
+  for name, data in all_data.items():  # before the first is answered
     settings = dataclasses.replace(data, num_shards=1)  # more shards may be added
     origin = {'target': config['TARGET'], 'prompts': prompts_hash, 'data': repr(settings)}
     origin |= {} if target.dtype == jnp.float32 else {'dtype': str(target.dtype)}  # older folders say none
     origin |= {'taps': [*data.taps]} if data.taps and data.stores_features else {}
-    on_main(_forget_what_was_not_begun, own)
-    settle_settings(own / _SETTINGS, origin)
+    on_main(_forget_what_was_not_begun, folder / name)
+    settle_settings(folder / name / _SETTINGS, origin)
+  for name, data in all_data.items():
+    own, refused = folder / name, collections.Counter[str]()
     source = read_conversations(prompts, refused) if prompts else make_conversations(target, own, data, refused)
     shards = make_shards(target, source, own, data, refused)
     paths = progress_bar(shards, total=data.num_shards, desc=f'shards: {name}', unit='shard')
@@ -183,6 +199,12 @@ def with_taps(name: str, data: Data, wanted: tuple[int, ...], *, num_layers: int
       'Data(taps=...).'
     )
   return dataclasses.replace(data, taps=stored)
+
+
+def _is_made(folder: Path, all_data: Mapping[str, Data]) -> bool:
+  """Return whether no shard is missing."""
+  paths = (shard_path(folder / name, number) for name, data in all_data.items() for number in range(data.num_shards))
+  return all(path.exists() for path in paths)
 
 
 def _forget_what_was_not_begun(folder: Path) -> None:
@@ -222,15 +244,19 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
 
   Returns:
     Bytes a device: `arguments` (parameters, optimizer, batch), `temporaries`, `total`; `num_devices`; and
-    `stored_per_token`, the bytes of features and taps that the shards hold for each token.
+    `stored_per_token`, the bytes of features and taps that the shards hold for each token, of the DATA with the most.
   """
   target_config, drafter_config, recipe = config['TARGET'], config['DRAFTER'], config['RECIPE']
   if not isinstance(target_config, TargetConfig):
     target_config = read_target_config(target_config)
   require_match(drafter_config, target_config)
+  require_trainable(drafter_config, recipe.objective)
   require_whole_share('num_rows', recipe.num_rows, mesh)
-  is_stored = any(kind.stores_features for kind in config.get('DATA', {}).values())
-  dtype, taps = jnp.dtype(recipe.dtype), drafter_config.tapped_layers(target_config.num_layers)
+  dtype, num_layers = jnp.dtype(recipe.dtype), target_config.num_layers
+  taps, data = drafter_config.tapped_layers(num_layers), config.get('DATA', {}).items()
+  all_data = [with_taps(name, one, taps, num_layers=num_layers) for name, one in data]
+  widths = [target_config.width * (1 + len(one.taps)) for one in all_data if one.stores_features]
+  is_stored = bool(widths)
   num_stored = target_config.width * (1 + len(taps)) if is_stored else 0
   reader = TransformerTarget(target_config, dtype, taps)
   shapes = jax.eval_shape(functools.partial(_step_arguments, config, reader, num_stored))
@@ -250,7 +276,7 @@ def dry_run(config: Mapping[str, Any], mesh: Mesh) -> dict[str, int]:
     'arguments': memory.argument_size_in_bytes,
     'temporaries': memory.temp_size_in_bytes,
     'total': total,
-    'stored_per_token': 2 * num_stored,
+    'stored_per_token': 2 * max(widths, default=0),
   }
 
 

@@ -20,7 +20,7 @@ from eagle_jax.evaluate.example import Example
 from eagle_jax.evaluate.features import features
 from eagle_jax.models.transformer import Target
 from eagle_jax.processes import write_once
-from eagle_jax.train.answers import Answerer, synthesize
+from eagle_jax.train.answers import Answerer, require_room, synthesize
 from eagle_jax.train.conversations import (
   Conversation,
   Script,
@@ -57,6 +57,8 @@ class Data:
     counts = ('num_shards', 'shard_size', 'num_rows', 'num_refill', 'min_prompt', 'max_prompt', 'max_new_tokens')
     if bad := {name: getattr(self, name) for name in counts if getattr(self, name) < 1}:
       raise ValueError(f'Data: these must be at least 1: {bad}.')
+    if not 0 <= self.seed < 2**31:
+      raise ValueError(f'Data: seed is {self.seed}; a number from 0 to 2**31 - 1 is needed.')
     if self.min_prompt > self.max_prompt:
       raise ValueError(f'Data: min_prompt {self.min_prompt} is above max_prompt {self.max_prompt}: no prompt would do.')
     if not self.temperatures or not all(0 <= temperature < math.inf for temperature in self.temperatures):
@@ -95,6 +97,11 @@ def read_shard(path: Path) -> list[Example]:
   return [Example(*fields) for fields in zip(shard['id'].tolist(), *by_token, feature, temperature, seed, strict=True)]
 
 
+def shard_path(folder: Path, number: int) -> Path:
+  """Return where a shard of this number lies, or will."""
+  return folder / f'shard_{number:04d}.safetensors'
+
+
 def make_shards(
   target: Target, conversations: Iterable[Conversation], folder: Path, data: Data, refused: collections.Counter[str]
 ) -> Iterator[Path]:
@@ -125,7 +132,7 @@ def make_shards(
         f'The conversations suffice for {number} shards of {data.shard_size}, and {data.num_shards} were asked for. '
         f'Left out: {dict(refused)}. Add conversations or ask for fewer shards.'
       )
-    path = folder / f'shard_{number:04d}.safetensors'
+    path = shard_path(folder, number)
     write_once(path, functools.partial(complete, chosen), write_shard)
     yield path
 
@@ -147,9 +154,8 @@ def make_conversations(
   Raises:
     ValueError: the target cannot do what `data` asks for, or has no chat template, or the temperature is not above 0.
   """
+  require_answerable(target, data, makes_prompts=True)
   answerer = _answerer(target, dataclasses.replace(data, stores_features=False))
-  if not target.tokenizer.has_chat_template:
-    raise ValueError('Self-synthesis needs a chat template, and this target has none: give a file of conversations.')
   if not 0 < temperature < math.inf:
     raise ValueError(f'The temperature of self-synthesis is {temperature}; a finite number above 0 is needed.')
   for part in range(_TRIES * data.num_shards):
@@ -160,10 +166,24 @@ def make_conversations(
     yield from read_conversations(path, refused)
 
 
-def _answerer(target: Target, data: Data) -> Answerer:
-  """Make the answerer that `data` describes."""
+def require_answerable(target: Target, data: Data, *, makes_prompts: bool = False) -> None:
+  """Raise a ValueError if the target cannot answer as `data` says, or make the prompts, too, if it is to."""
   if target.tokenizer is None:
     raise ValueError('Conversations need a tokenizer, and this target has none: load one that brings its own.')
+  if makes_prompts and not target.tokenizer.has_chat_template:
+    raise ValueError('Self-synthesis needs a chat template, and this target has none: give a file of conversations.')
+  require_room(
+    target.config,
+    num_rows=data.num_rows,
+    num_refill=data.num_refill,
+    max_prompt=data.max_prompt,
+    max_new_tokens=data.max_new_tokens,
+  )
+
+
+def _answerer(target: Target, data: Data) -> Answerer:
+  """Make the answerer that `data` describes."""
+  require_answerable(target, data)
   return Answerer(
     target,
     num_rows=data.num_rows,

@@ -77,7 +77,7 @@ class Recipe:
   clip_norm: float = 0.5
   num_accumulated: int = 1  # gradients averaged before one update
   prompt_weight: float = 0.0  # how much a prompt's tokens count; an answer's count 1
-  feature_noise: float = 0.1  # half-width of the uniform noise on input features
+  feature_noise: float = 0.1  # half-width of the uniform noise on features; taps, which EAGLE-3 reads, have none
   remat: bool = False  # recompute the layer in the backward pass: less memory, more time
   dtype: str = 'float32'  # of the target, and of the layer's work; its parameters, scores and losses are float32
   chunk_places: int = 256  # places a row whose logits exist at one time; divides num_places, or is no smaller
@@ -85,6 +85,8 @@ class Recipe:
   seed: int = 0
 
   def __post_init__(self):
+    if not 0 <= self.seed < 2**31:
+      raise ValueError(f'Recipe: seed is {self.seed}; a number from 0 to 2**31 - 1 is needed.')
     counts = ('num_steps', 'num_rows', 'num_places', 'num_accumulated', 'chunk_places')
     if bad := {name: getattr(self, name) for name in counts if getattr(self, name) < 1}:
       raise ValueError(f'Recipe: these must be at least 1: {bad}.')
