@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct's EAGLE-2 drafter, on two CPU cores: short texts first, then long ones among them.
 
-python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2
-python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2 \\
-  --variant=long --initial=runs/smollm2_eagle2/drafter
+    python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2
+    python launch/train.py --config=configs/smollm2_eagle2.py --prompts=PROMPTS.jsonl.gz --out=runs/smollm2_eagle2 \
+      --variant=long --initial=runs/smollm2_eagle2/drafter
 
 Expected: held-out top-1 agreement 0.50, chain_tau 1.92, over prompts of all lengths; pooled tau of EAGLE-2's tree on
 the six tasks 2.75 greedy; 8.5 MB. Time on two cores: 150 minutes of answering (250 tokens/s for short prompts,

@@ -29,6 +29,7 @@ from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
 from eagle_jax.train import run as whole_run
 from eagle_jax.train.flops import step_flops
 from eagle_jax.train.loop import settings, train
+from eagle_jax.train.report import evaluate_all
 from eagle_jax.train.shards import Data
 from eagle_jax.train.step import Objective, Recipe
 
@@ -240,6 +241,10 @@ def test_heads_learn_and_resume(target, learned, tmp_path, monkeypatch, kind):
 
   EAGLE-3 begins at random. The others go on from heads of 40 ids, and keep them.
   """
+  rising = map(float, itertools.count())  # so that the last drafter counts as the best
+  monkeypatch.setattr(
+    'eagle_jax.train.loop.evaluate_all', lambda *args, **how: evaluate_all(*args, **how) | {'chain_tau': next(rising)}
+  )
   monkeypatch.setattr('eagle_jax.train.report.TREES', {'tree_tau': Chain(3)})
   config, recipe = FEW[kind], dataclasses.replace(RECIPE, objective=OBJECTIVES[kind])
   first_head = {'eagle2-taps': 'taps'}.get(kind, kind)

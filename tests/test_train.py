@@ -804,6 +804,25 @@ def test_a_dry_run_refuses_what_a_run_would():
     whole_run.dry_run(config | one, make_mesh())
 
 
+def test_no_kind_trains_on_a_prompt_that_another_holds_out(target, tmp_path, monkeypatch):
+  """The second kind reads the prompts of the first, and holds out the last of its own, which is not the last there."""
+  rng = np.random.default_rng(0)
+  texts = [example(rng, 7, 3, number) for number in range(4)]
+  again = [one._replace(token=np.r_[one.token[:3], one.token[4:2:-1]]) for one in texts[:3]]
+  shards = {'a': texts, 'b': again}
+  chatty = dataclasses.replace(target, tokenizer=TOY)
+  monkeypatch.setattr(whole_run, 'read_conversations', lambda *_: [])
+  monkeypatch.setattr(whole_run, 'make_shards', lambda target, source, folder, *_: [folder])
+  monkeypatch.setattr(whole_run, 'read_shard', lambda path: shards[path.name])
+  gather = functools.partial(whole_run._gather, chatty, folder=tmp_path, prompts='x', prompts_hash='x')
+  both = gather({'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': DATA, 'b': DATA}})
+  assert [one.id for one in both.held_out] == [3, 2]
+  assert [one.id for one in both.examples] == [0, 1, 0, 1]
+  assert both.num_withheld == 1
+  alone = gather({'TARGET': 'x', 'DRAFTER': DRAFTER, 'DATA': {'a': DATA}})
+  assert (len(alone.examples), alone.num_withheld) == (3, 0)  # as before: such a run is resumed
+
+
 def test_a_run_tells_its_data_and_first_weights(target, tmp_path, monkeypatch, caplog):
   """To the run folder, which is not resumed with others, and to the drafter's provenance."""
   told = {}
@@ -946,6 +965,28 @@ def test_a_second_stage_needs_answers_of_more_than_a_token(target, tmp_path, mon
   monkeypatch.setattr('eagle_jax.train.reached.trace', lambda *_, policy: Traced([[], []], [1, 1], policy))
   with pytest.raises(ValueError, match='nothing along 2 answers of a single token'):
     mark_reached(target, Drafter(DRAFTER, first_params(Eagle(DRAFTER))), examples, tmp_path, num_steps=2)
+
+
+@pytest.mark.parametrize(('last_tau', 'best'), [(1.9, 0), (2.5, 2)])
+def test_the_drafter_is_never_worse_than_the_first_weights(target, tmp_path, monkeypatch, last_tau, best):
+  """They are step 0, also of a run that was killed before its first report and is begun again with other settings."""
+  examples, first = answered(12, 24, 1.0), Drafter(DRAFTER, first_params(Eagle(DRAFTER)))
+  taus = iter((2.0, 2.1, 1.5, last_tau))
+  monkeypatch.setattr('eagle_jax.train.loop.evaluate_all', lambda *_, **__: {'chain_tau': next(taus)})
+  how = {'folder': tmp_path, 'initial': first, 'report_every': 1}
+  run = functools.partial(train, target, DRAFTER, examples[:10], examples[10:], **how)
+  recipe = dataclasses.replace(RECIPE, num_steps=2, warmup_steps=0)
+  with monkeypatch.context() as killing:
+    killing.setattr('eagle_jax.train.loop.train_step', stop_at(1))
+    with pytest.raises(Killed):
+      run(dataclasses.replace(recipe, seed=1))
+  assert run(recipe) == run(recipe) == {'chain_tau': max(2.1, last_tau)}
+  lines = (tmp_path / 'held_out.csv').read_text().splitlines()
+  assert lines == ['step,chain_tau', '0,2.1', '1,1.5', f'2,{last_tau}']
+  assert json.loads((tmp_path / 'drafter' / 'provenance.json').read_text())['step'] == best
+  exported = load_drafter(tmp_path / 'drafter', target).params['fc']['weight']
+  is_first = np.array_equal(exported, first.params['fc']['weight'].astype(jnp.bfloat16).astype(jnp.float32))
+  assert is_first == (best == 0)
 
 
 @pytest.mark.slow

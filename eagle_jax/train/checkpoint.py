@@ -155,12 +155,15 @@ class Checkpoints:
 
   @property
   def is_empty(self) -> bool:
-    return self._manager.latest_step() is None
+    """Whether no step was taken; the first weights, step 0, may be there."""
+    return not self._manager.latest_step()
 
   def save(self, state: TrainState, metrics: Mapping[str, float]) -> bool:
     """Start to write the state, which may be donated as soon as this returns; return whether it is the best so far."""
-    step, best = int(state.step), self._manager.best_step()
-    own = jax.tree.map(jnp.copy, state)  # what is written must outlive the donation
+    step, own = int(state.step), jax.tree.map(jnp.copy, state)  # what is written must outlive the donation
+    if step in self._manager.all_steps():  # first weights of a run that took no step: these may be others
+      self._manager.delete(step)
+    best = self._manager.best_step()
     with self._writing():
       self._manager.save(step, args=ocp.args.StandardSave(own), metrics=dict(metrics))
     return best is None or self._score(metrics) > self._score(self._manager.metrics(best))

@@ -50,6 +50,8 @@ def train(
 ) -> dict[str, float]:
   """Train a drafter, or resume the run in this folder; the best one so far is kept in `folder/drafter`.
 
+  The best has the highest `chain_tau` of held-out answers. Weights to begin with are measured, too, as step 0.
+
   Args:
     target: frozen; on a mesh, the drafter is trained there: batch rows over 'data', matrices over 'model'.
     config: of the drafter: a `DrafterConfig`, `EagleTapsConfig`, `BlockConfig`, `Eagle3Config` or `MedusaConfig`.
@@ -84,7 +86,10 @@ def train(
       setup = dataclasses.replace(setup, examples=reached)
     measure = _held_out_metrics(setup, target, held_out, outcome, num_traced)
     with Meter(recipe, setup.flops_per_device, first=int(state.step), progress=progress) as meter:
-      reports = Reports(folder, int(state.step), meter, measure, checkpoints, outcome)
+      first_step = 0 if checkpoints.is_empty else int(state.step) + 1
+      reports = Reports(folder, first_step, meter, measure, checkpoints, outcome)
+      if checkpoints.is_empty and initial is not None:
+        reports.judge(0, state)
       state = _run_steps(setup, state, meter, reports, report_every)
     best, metrics = checkpoints.restore_best(state)
     if best is not None:  # else the drafter stays as it was exported with the checkpoint

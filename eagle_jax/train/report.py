@@ -143,19 +143,23 @@ class Reports:
     """
     Args:
       folder: for train.csv and held_out.csv.
-      first: steps that were done before; lines of later ones are written anew.
+      first: step from which on lines are written anew.
       meter: of rates.
       measure: state -> held-out metrics.
       checkpoints: where states are kept.
       outcome: where the best one is exported.
     """
-    self._log_train = metrics_log(folder / 'train.csv', first_step=first + 1)
-    self._log_held_out = metrics_log(folder / 'held_out.csv', first_step=first + 1)
+    self._log_train = metrics_log(folder / 'train.csv', first_step=first)
+    self._log_held_out = metrics_log(folder / 'held_out.csv', first_step=first)
     self._meter, self._measure, self._checkpoints, self._outcome = meter, measure, checkpoints, outcome
 
   def report(self, step: int, state: TrainState, train_metrics: Mapping[str, jax.Array]) -> None:
     """Report on the state after a step; raise a ValueError if training diverged."""
     self._log_train(step, {**_floats(train_metrics), **self._meter.rates()})
+    self.judge(step, state)
+
+  def judge(self, step: int, state: TrainState) -> None:
+    """Log held-out metrics of a state, keep it, and export it if it is the best; raise a ValueError if it diverged."""
     metrics = self._measure(state)
     self._log_held_out(step, metrics)
     self._meter.show(metrics)

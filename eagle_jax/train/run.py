@@ -8,12 +8,13 @@ import hashlib
 import json
 import logging
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from eagle_jax.config import DrafterConfig, TargetConfig, require_match
@@ -92,7 +93,9 @@ def run(
     is_made = true_everywhere(_is_made(shards, config['DATA']))
     with contextlib.nullcontext() if is_made else run_lock(shards):
       data = _gather(target, config, shards, prompts, prompts_hash)
-    origin = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
+    origin: dict[str, Any] = {'initial': initial, 'data': {name: repr(kind) for name, kind in config['DATA'].items()}}
+    # Told only where prompts coincide: a run that began to train on them is not resumed with other batches unawares.
+    origin |= {'num_withheld': data.num_withheld} if data.num_withheld else {}
     if any(data.not_used.values()):
       log.warning('Conversations left out or ended early, by reason: %s', json.dumps(data.not_used))
     return train(
@@ -149,6 +152,7 @@ class _Gathered(NamedTuple):
   examples: list[Example]
   held_out: list[Example]  # the last few of each kind
   not_used: dict[str, dict[str, int]]  # conversations refused or ended early, by kind and reason
+  num_withheld: int = 0  # examples that are not trained on, since their prompt is held out
 
 
 def _gather(
@@ -181,7 +185,18 @@ def _gather(
     gathered.examples.extend(examples[:-num_held_out])
     gathered.held_out.extend(examples[-num_held_out:])
     gathered.not_used[name] = dict(refused)
-  return gathered
+  examples = _withhold(gathered.examples, gathered.held_out)
+  return gathered._replace(examples=examples, num_withheld=len(gathered.examples) - len(examples))
+
+
+def _withhold(examples: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
+  """Leave out the examples whose first prompt is held out: kinds of data may read the same conversations."""
+
+  def prompt(example: Example) -> bytes:
+    return example.token[: np.argmax(example.is_answer)].tobytes()
+
+  prompts = {prompt(example) for example in held_out}
+  return [example for example in examples if prompt(example) not in prompts]
 
 
 def with_taps(name: str, data: Data, wanted: tuple[int, ...], *, num_layers: int) -> Any:
