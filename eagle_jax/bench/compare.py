@@ -175,7 +175,7 @@ def compare(
     costs = next((one for one in known if one.drafter == drafter.config.name), None)
     # Verification is the target's, whatever drafts, but levels are the drafter's: one without weights takes any.
     of_times = costs or (known[0] if known and not drafter.params else None)
-    times = of_times and of_times.times[0]
+    times = None if of_times is None else of_times.times[0]
     for lookup in LOOKUPS if drafter_kind(drafter.config).has_logits else (False,):
       policies = candidates(lookup=lookup, costs=costs, num_nodes=num_nodes)
       reduced = drafter if costs is None else drafter.reduced(costs.num_ids, is_quantised=costs.is_quantised)
