@@ -7,8 +7,8 @@ import itertools
 import json
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ _ONE_DOCUMENT = re.compile(r'\{$|\[\s*(["{\]]|$)')
 
 
 def cache_folder() -> Path:
-  """Return $EAGLE_JAX_CACHE, else $XDG_CACHE_HOME/eagle_jax, else ~/.cache/eagle_jax."""
+  """Return $EAGLE_JAX_CACHE, else $XDG_CACHE_HOME/eagle_jax, else ~/.cache/eagle_jax; a leading `~` is expanded."""
   if own := os.environ.get('EAGLE_JAX_CACHE'):
-    return Path(own)
-  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'eagle_jax'
+    return Path(os.path.expanduser(own))
+  return Path(os.path.expanduser(os.environ.get('XDG_CACHE_HOME') or '~/.cache')) / 'eagle_jax'
 
 
 def make_private(folder: Path) -> Path:
@@ -45,12 +45,10 @@ def make_private(folder: Path) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
   """Yield a temporary path beside `path`; the file written there replaces it if the block succeeds."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
-  os.close(descriptor)
-  temporary = Path(name)
+  temporary = path.parent / f'.{path.name}.{secrets.token_hex(8)}'
+  os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less what the umask takes away
   try:
     yield temporary
-    temporary.chmod(0o644)  # mkstemp makes files that only their owner can read
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
@@ -92,7 +90,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
   `errors='surrogateescape'`.
 
   Raises:
-    ValueError: the file begins like one JSON document, and is none.
+    ValueError: the file looks like a single JSON document but cannot be parsed.
     EOFError, gzip.BadGzipFile, zlib.error: the gzip file is damaged.
   """
   opened: Any = gzip.open if path.suffix == '.gz' else open
@@ -121,8 +119,8 @@ def _elements(text: str, path: Path) -> list[Any] | None:
       raise ValueError('more follows after its end')
   except (ValueError, RecursionError) as error:
     raise ValueError(
-      f'{path} begins like one JSON document and is none: {_reason(error)}. Correct it, or write one JSON object a '
-      'line; a prompt that begins with a bracket goes into {"prompt": "..."}.'
+      f'{path} looks like a single JSON document but cannot be parsed: {_reason(error)}. Fix it, or write one JSON '
+      'object per line; a prompt that begins with a bracket goes into {"prompt": "..."}.'
     ) from error
   if isinstance(document, dict):
     return [document]

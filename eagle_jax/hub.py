@@ -192,7 +192,7 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None,
 
   Raises:
     ValueError: unknown name or kind, another dtype, unsupported or damaged folder, tensors that do not fit, a drafter
-      for another target, or a target that is none.
+      for another target, or `target` was not returned by `load_target`.
 
   Example:
     >>> drafter = eagle_jax.load_drafter('ngram', target)
@@ -271,10 +271,12 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   """Write a folder that `load_drafter` reads: config.json, model.safetensors, and provenance.json if given.
 
   Tensors bear the published names of EAGLE-1/2 heads, and are stored in `dtype` (None: as they are). What the drafter
-  holds of its target is left out. config.json comes last: a folder without one is not taken for a drafter.
+  holds of its target is left out. config.json comes last: a folder without one is not taken for a drafter. What an
+  earlier drafter left in the folder is removed or replaced.
 
   Raises:
-    ValueError: `dtype` is none of those of `load_target`, the parameters do not fit the config, or they are quantised.
+    ValueError: `dtype` is not one that `load_target` accepts, the parameters do not fit the config, or they are
+      quantised.
 
   Example:
     >>> eagle_jax.save_drafter(drafter, 'runs/mine', dtype='bfloat16')
@@ -287,8 +289,8 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict | None = N
   if dtype is not None:
     tensors = {name: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for name, x in tensors.items()}
   write_safetensors(path / 'model.safetensors', tensors)
-  if provenance is not None:
-    _write_json(path / 'provenance.json', provenance)
+  _write_json(path / heads.VOCABULARY_FILE, None)
+  _write_json(path / 'provenance.json', provenance)
   _write_json(path / 'config.json', kinds.own_content(drafter.config))
 
 
@@ -326,11 +328,14 @@ def export_drafter(drafter: Drafter, path: str | Path, target: Target, *, layout
   drafter.require_exact()
   path, out = _path(path), export.written(drafter, target, layout)
   write_safetensors(path / 'model.safetensors', out.tensors)
-  if out.ids:
-    _write_json(path / heads.VOCABULARY_FILE, {'ids': out.ids})
+  _write_json(path / heads.VOCABULARY_FILE, {'ids': out.ids} if out.ids else None)
   _write_json(path / 'config.json', out.content)
 
 
-def _write_json(path: Path, content: dict) -> None:
+def _write_json(path: Path, content: dict | None) -> None:
+  """Write a file, or remove the one that an earlier drafter left in the folder if there is nothing to write."""
+  if content is None:
+    path.unlink(missing_ok=True)
+    return
   with replacing(path) as temporary:
     temporary.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')

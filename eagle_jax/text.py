@@ -143,7 +143,9 @@ class Tokenizer:
     if not found:
       return None
     try:
-      read = _import_demo('transformers').AutoTokenizer.from_pretrained(folder, local_files_only=True)
+      auto = _import_demo('transformers').AutoTokenizer
+      # Left open, transformers would ask on standard input whether to run code that the folder brings.
+      read = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
       backend = read.backend_tokenizer
     except Exception as error:  # parsers of the files raise bare ones
       raise ValueError(
@@ -351,7 +353,7 @@ def _added(token: str, special: bool):
 
 
 class Detokenizer:
-  """A converter of a growing list of ids to text, holding back characters that are incomplete.
+  """Convert token ids to text incrementally, holding back incomplete characters.
 
   All pushes and the flush, joined, equal `Tokenizer.decode` of all ids. Only ids since the last whole character are
   decoded again, and those of the push before, so the work is linear in the text.
@@ -395,7 +397,7 @@ class Detokenizer:
 
 
 class StopDetector:
-  """A converter of a growing list of ids to text that ends before the first stop string.
+  """Convert token ids to text incrementally, ending it before the first stop string.
 
   Ids are examined one by one, so where a text ends does not depend on how they arrive.
   """
@@ -445,7 +447,7 @@ def is_unicode(text: str) -> bool:
 
 
 def read_prompts(path: str | Path) -> Iterator[str]:
-  """Yield the prompts of a file, gzipped or not: one a line, or JSON Lines or one JSON array with `prompt`.
+  """Yield the prompts of a file, gzipped or not: one per line, or JSON Lines or one JSON array with `prompt`.
 
   Blank lines are skipped.
 
@@ -455,7 +457,9 @@ def read_prompts(path: str | Path) -> Iterator[str]:
   """
   path = Path(path).expanduser()
   if path.is_dir() or not path.exists():  # a pipe is as good as a file
-    raise ValueError(f'No file of prompts at {path}: give one with a prompt a line, or JSON Lines with "prompt".')
+    raise ValueError(
+      f'No file of prompts at {path}: pass a file with one prompt per line, or JSON Lines with "prompt".'
+    )
   is_empty = True
   try:
     for place, record in read_records(path):
@@ -464,7 +468,7 @@ def read_prompts(path: str | Path) -> Iterator[str]:
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path} is damaged, or not a gzip file ({error}): compress it again.') from error
   if is_empty:
-    raise ValueError(f'{path} holds no prompt: write one a line, or JSON Lines with "prompt".')
+    raise ValueError(f'{path} contains no prompts: write one per line, or JSON Lines with "prompt".')
 
 
 def _prompt_of(record: Any, place: str) -> str:

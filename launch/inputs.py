@@ -8,7 +8,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string('prompt', None, 'The prompt.')
 flags.DEFINE_string('system', None, 'System prompt, for a target with a chat template.')
 flags.DEFINE_multi_string('stop', [], 'End the text before this string; may be repeated.')
-flags.DEFINE_string('batch_file', None, 'File with one prompt a line, or JSON Lines with `prompt`.')
+flags.DEFINE_string('batch_file', None, 'File with one prompt per line, or JSON Lines with `prompt`.')
 flags.DEFINE_integer('batch_size', None, 'Number of prompts decoded together; default all.', lower_bound=1)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import subprocess
 import zipfile
 
@@ -391,6 +392,32 @@ def test_drafter_round_trip(tmp_path, target, drafter):
   assert json.loads((tmp_path / 'saved' / 'provenance.json').read_text()) == {'steps': 7}
 
 
+@pytest.mark.parametrize('is_exported', [False, True])
+def test_nothing_of_an_earlier_drafter_is_read_as_the_new_ones(tmp_path, target, drafter, is_exported):
+  config = dataclasses.replace(TINY_DRAFTER, draft_vocab_size=4)
+  few_ids = Drafter(config, drafter.params | {'ids': jnp.asarray([1, 2, 5, 9])})
+  hub.export_drafter(few_ids, tmp_path / 'out', target, layout='sglang')
+  assert (tmp_path / 'out' / 'draft_vocabulary.json').exists()
+  if is_exported:
+    hub.export_drafter(drafter, tmp_path / 'out', target, layout='sglang')
+  else:
+    (tmp_path / 'out' / 'provenance.json').write_text('{}')
+    hub.save_drafter(drafter, tmp_path / 'out')
+  assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == ['config.json', 'model.safetensors']
+  assert hub.load_drafter(tmp_path / 'out', target).config.draft_vocab_size is None
+
+
+def test_written_files_have_the_mode_that_the_umask_asks_for(tmp_path):
+  before = os.umask(0o027)
+  try:
+    with files.replacing(tmp_path / 'file') as temporary:
+      temporary.write_text('new')
+  finally:
+    os.umask(before)
+  assert (tmp_path / 'file').stat().st_mode & 0o777 == 0o640
+  assert [path.name for path in tmp_path.iterdir()] == ['file']
+
+
 def test_paths_may_begin_at_home(tmp_path, monkeypatch, gguf_path, drafter):
   monkeypatch.setenv('HOME', str(tmp_path))
   target = hub.load_target(f'~/{gguf_path.name}')
@@ -582,6 +609,11 @@ def test_cache_folder(monkeypatch, tmp_path):
   assert files.cache_folder() == tmp_path / 'xdg' / 'eagle_jax'
   monkeypatch.setenv('EAGLE_JAX_CACHE', str(tmp_path / 'own'))
   assert files.cache_folder() == tmp_path / 'own'
+  monkeypatch.setenv('EAGLE_JAX_CACHE', '~/own')
+  assert files.cache_folder() == tmp_path / 'own'
+  monkeypatch.delenv('EAGLE_JAX_CACHE')
+  monkeypatch.setenv('XDG_CACHE_HOME', '~/xdg')
+  assert files.cache_folder() == tmp_path / 'xdg' / 'eagle_jax'
 
 
 @pytest.mark.real

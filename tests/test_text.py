@@ -275,6 +275,18 @@ def test_folders_without_a_tokenizer_or_with_a_broken_one(tmp_path):
     Tokenizer.from_folder(tmp_path)
 
 
+def test_code_that_a_folder_brings_is_never_run(byte_tokenizer, tmp_path, monkeypatch):
+  pytest.importorskip('transformers')
+  byte_tokenizer.backend.save(str(tmp_path / 'tokenizer.json'))
+  own = {'tokenizer_class': 'Own', 'auto_map': {'AutoTokenizer': ['own.Own', 'own.Own']}}
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps(own))
+  (tmp_path / 'own.py').write_text(f'open({str(tmp_path / "was_run")!r}, "w").close()\nclass Own: ...\n')
+  monkeypatch.setattr('builtins.input', lambda *_: 'y')  # to the question whether to run it
+  with pytest.raises(ValueError, match='cannot read the tokenizer'):
+    Tokenizer.from_folder(tmp_path)
+  assert not (tmp_path / 'was_run').exists()
+
+
 def test_prompt_without_a_template():
   plain = Tokenizer.from_gguf(byte_metadata())
   assert not plain.has_chat_template

@@ -92,7 +92,7 @@ _EMPTY, _PREFILL, _INSERT, _ADVANCE, _STEP = map(Program, (empty, run_prefill, i
 
 
 class Batcher:
-  """A runner of requests in the rows of one batch, with programs compiled once for each bucket of prompt lengths."""
+  """Run requests in the rows of one batch, with programs compiled once for each bucket of prompt lengths."""
 
   def __init__(
     self,

@@ -56,11 +56,12 @@ def read_conversations(path: str | Path, refused: collections.Counter[str]) -> I
     refused: counts the records that cannot be used, by reason.
 
   Raises:
-    ValueError: there is no such file, or it begins like one JSON document and is none.
+    ValueError: there is no such file, or it looks like a single JSON document but cannot be
+      parsed.
   """
   path = Path(path)
   if not path.is_file():
-    raise ValueError(f'No file of conversations at {path}: give one with a prompt or a JSON object a line.')
+    raise ValueError(f'No file of conversations at {path}: pass a file with one prompt or JSON object per line.')
   try:
     for _, record in read_records(path):
       with counting(refused):
