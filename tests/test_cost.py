@@ -122,14 +122,14 @@ def test_cost_model_holds_the_policys_sizes_and_widths():
   np.testing.assert_allclose([found.level_tokens, found.node_tokens], 2)  # the best policy's speedup
   np.testing.assert_allclose(found.costs.plain_ms, 10)
   np.testing.assert_allclose(found.costs.verify_ms, [10, 11, 17])
-  np.testing.assert_allclose(found.costs.draft_ms, [2, 3, 3])
+  np.testing.assert_allclose(found.costs.draft_ms, [1, 3, 3])  # of the root's children, then of a level of width 2
   np.testing.assert_allclose(found.acceptance.growth, [0.6, 0.5, 0.5])
   np.testing.assert_allclose(found.acceptance.values(np.asarray([-3, -1.5, 0, -np.inf])), [0.1, 0.5, 0.9, 0], atol=1e-6)
 
 
 def test_cost_model_interpolates_and_extrapolates_over_cache_size():
   np.testing.assert_allclose(cost_model(num_slots=300).costs.verify_ms, [12, 15, 27])
-  np.testing.assert_allclose(cost_model(num_slots=300).costs.draft_ms, [4, 4, 4])
+  np.testing.assert_allclose(cost_model(num_slots=300).costs.draft_ms, [1, 4, 4])
   np.testing.assert_allclose(cost_model(num_slots=150).costs.plain_ms, 10.5)
   np.testing.assert_allclose(cost_model(num_slots=500).costs.verify_ms, [14, 19, 37], rtol=1e-6)
   np.testing.assert_allclose(cost_model(num_slots=16).costs.verify_ms, [10, 11, 17])
@@ -155,8 +155,9 @@ def test_thresholds_replace_the_best_speedup():
 
 
 def find(batch=1, **changes):
-  names = {'device': 'x', 'kernels': 'xla', 'target': 'target', 'drafter': 'drafter', 'dtype': 'float32'}
-  return cost_store.find(**names | changes, batch=batch)
+  names = {'device': 'x', 'kernels': 'xla', 'target': 'target', 'drafter': 'drafter'}
+  dtypes = {'dtype': 'float32', 'floats': 'float32'}
+  return cost_store.find(**names | dtypes | changes, batch=batch)
 
 
 def test_stored_costs_are_found_by_device_kernels_pair_dtype_and_nearest_batch(here):
@@ -172,6 +173,16 @@ def test_stored_costs_are_found_by_device_kernels_pair_dtype_and_nearest_batch(h
   assert find(drafter='other') is None
   assert find(device='2x2xx') is None
   assert len(list((here / 'costs').iterdir())) == 3
+
+
+def test_costs_of_other_activations_are_kept_apart(here):
+  for compute_dtype in ('float32', 'bfloat16'):
+    cost_store.write(dataclasses.replace(COSTS, dtype='int8', compute_dtype=compute_dtype))
+  assert find(dtype='int8', floats='bfloat16').compute_dtype == 'bfloat16'
+  assert find(dtype='int8', floats='float32').compute_dtype == 'float32'
+  assert find(dtype='int8', floats='float16') is None
+  names = [path.name for path in (here / 'costs').iterdir()]
+  assert sorted(names) == ['x-target-drafter-int8-1-bfloat16.json', 'x-target-drafter-int8-1.json']
 
 
 def test_every_kind_of_policy_is_read_back_from_a_cost_file(here):
@@ -277,12 +288,18 @@ def test_floor_ms_is_memory_for_few_nodes_and_arithmetic_for_many():
   )
 
 
-@pytest.mark.parametrize('damage', ['{', '[]', '{"version": 0}', None])
+@pytest.mark.parametrize(
+  'damage',
+  [
+    '{', '[]', '{"version": 0}', 'null', {'times': None}, {'times': [{'verify_ms': [1]}]},
+    {'policies': [{'kind': 'mine', 'sizes': {}, 'tok_per_s': 1.0, 'tau': 1.0}]},
+    {'modelled': [{'kind': 'chain', 'sizes': {'max_depth': 0}, 'tok_per_s': 1.0, 'tau': 1.0}]},
+  ],
+  ids=str,
+)  # fmt: skip
 def test_damaged_cost_file_is_ignored_with_a_warning(here, damage, caplog):
   path = cost_store.write(COSTS)
-  fields = json.loads(path.read_text())
-  del fields['times']
-  path.write_text(json.dumps(fields) if damage is None else damage)
+  path.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(path.read_text()) | damage))
   with caplog.at_level(logging.WARNING, 'eagle_jax'):
     assert find() is None
   assert f'ignoring {path}' in caplog.text

@@ -267,6 +267,7 @@ def test_policy_descriptions_and_equality():
     (lambda: PooledTree(mean_nodes=0.5), 'PooledTree: `mean_nodes`.*0.5'),
     (lambda: GapTree(steepness=np.nan), 'GapTree: `steepness`.*nan'),
     (lambda: GapTree(steepness=(1, 2)), r'GapTree: `steepness`.*\(1, 2\)'),
+    (lambda: GapTree(steepness=-1), 'GapTree: `steepness`.* at least 0, got -1'),
     (lambda: C2T(least_accepted=1), 'C2T: `least_accepted`.*1.0'),
     (lambda: CaPE(confidences=0.3), 'CaPE: `confidences`.*0.3'),
     (lambda: CaPE(confidences=(0.3, 0.3, 0.8)), r'CaPE: `confidences`.*\(0.3, 0.3, 0.8\)'),
@@ -292,6 +293,16 @@ def test_cape_offers_siblings_by_the_probability_of_the_likeliest_child():
   score_16C = policy.score(policy.arrays(None, None, None), seen)
   assert (score_16C > -jnp.inf).sum(axis=2).tolist() == [[7, 5, 5, 3, 3, 1]]
   np.testing.assert_array_equal(score_16C[0, :, 0], log_p_16C[0, :, 0] - 1)
+
+
+@pytest.mark.parametrize(('steepness', 'num_offered'), [(0.0, 2), (1e-6, 2), (1.0, 1), (1e30, 1)])
+def test_a_child_without_siblings_is_offered_whatever_the_steepness(steepness, num_offered):
+  """The gap of the first node is infinite."""
+  policy = GapTree(3, 4, 3, 11, steepness=steepness)
+  log_p_BWC = jnp.log(jnp.asarray([[[1.0, 0, 0, 0], [1.0, 1e-30, 0, 0]]]))
+  seen = Level(1, jnp.zeros((1, 2)), jnp.ones(1, bool), log_p_BWC)
+  score_BWC = policy.score(policy.arrays(None, None, None), seen)
+  assert (score_BWC > -jnp.inf).sum(axis=2).tolist() == [[1, num_offered]]
 
 
 def test_a_classifier_scores_a_path_by_its_least_likely_node():

@@ -71,8 +71,9 @@ def resolve_policy(
 def find_costs(target: Target, drafter: Drafter, *, batch: int = 1) -> Costs | None:
   """Find the costs that `launch/cost.py` measured for this device and pair, or those shipped for such a device."""
   mesh = mesh_of(target.params)
-  names = {'target': target.config.name, 'drafter': drafter.config.name, 'dtype': target.weights_name}
-  return find(device=device_name(mesh), kernels=in_use(mesh), **names, batch=batch)
+  names = {'target': target.config.name, 'drafter': drafter.config.name}
+  dtypes = {'dtype': target.weights_name, 'floats': str(target.dtype)}
+  return find(device=device_name(mesh), kernels=in_use(mesh), **names, **dtypes, batch=batch)
 
 
 def guessed_policy(batch: int, *, num_free: int, lookup: bool = True) -> TreePolicy:

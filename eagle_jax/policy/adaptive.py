@@ -27,7 +27,9 @@ class StepCosts(NamedTuple):
 
   plain_ms: jax.Array  # [] f32, a step of plain decoding
   verify_ms: jax.Array  # [Z] f32, a target pass over each of the policy's sizes
-  draft_ms: jax.Array  # [d] f32, drafting the children of the frontier at depth d; depth 0 is always drafted
+  # [d] f32, drafting the children of the frontier at depth d. Depth 0 is always drafted; its time includes updating the
+  # drafter with the committed text.
+  draft_ms: jax.Array
 
 
 class AcceptanceModel(NamedTuple):

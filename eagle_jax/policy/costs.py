@@ -142,7 +142,8 @@ class Costs(Timings):
 
     def step_costs(times: StepTimes) -> Sequence[Any]:
       passes = [interpolate(times.verify_ms, size) for size in policy.sizes]
-      return times.verify_ms[1], passes, [interpolate(times.draft_ms, width) for width in policy.widths]
+      levels = [interpolate(times.draft_ms, width) for width in policy.widths[1:]]
+      return times.verify_ms[1], passes, [times.root_ms, *levels]
 
     def acceptance(one: Calibration) -> Sequence[Any]:
       growth = [*one.growth, *[one.growth[-1]] * policy.max_depth][: policy.max_depth]
@@ -178,6 +179,13 @@ class Rate:
 
   @property
   def policy(self) -> TreePolicy:
+    """The policy.
+
+    Raises:
+      ValueError: no registered policy is of this kind, or its sizes are bad.
+    """
+    if self.kind not in KINDS:
+      raise ValueError(f'no policy is of kind {self.kind!r}: add its class to policy.kinds.KINDS before')
     return KINDS[self.kind](**self.sizes)
 
 
