@@ -205,7 +205,7 @@ def load_drafter(name_or_path: str | Path, target: Target, *, dtype: Any = None,
   if kind == 'model':
     return as_drafter(load_target(name_or_path, dtype=dtype or target.dtype, mesh=mesh_of(target.params)), target)
   if (known := kinds.KINDS.get(str(name_or_path))) and known.for_target:
-    return Drafter(known.for_target(target.config), {})
+    return Drafter(dataclasses.replace(known.for_target(target.config), name=str(name_or_path)), {})
   path = _drafter_folder(name_or_path)
   content = folder.read_config(path)
   config = kinds.read_drafter_config(path, content, target.config)

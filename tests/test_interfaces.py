@@ -18,7 +18,7 @@ from eagle_jax.draft.kinds import KINDS
 from eagle_jax.draft.lookup import TextLookup
 from eagle_jax.draft.ngram import suggest
 from eagle_jax.policy.kinds import kind_of
-from eagle_jax.policy.trees import Chain, DynamicTree
+from eagle_jax.policy.trees import Chain, DynamicTree, StaticTree
 from eagle_jax.sampling import GumbelMax, choose
 from eagle_jax.tree import NO_TOKEN, DraftTree
 
@@ -149,6 +149,14 @@ def test_a_policy_stops_and_selects_by_numbers_that_compile_nothing(target, plai
 def test_a_policy_of_no_registered_kind_is_named():
   with pytest.raises(ValueError, match='Confident'):
     kind_of(Confident(3, 3, 3, 8))
+
+
+def test_a_policy_is_not_described_as_the_one_that_it_extends():
+  class Fixed(StaticTree): ...
+
+  described = 'Confident(width=3, fanout=3, max_depth=3, num_nodes=8, least_p=0.5)'
+  assert Confident(3, 3, 3, 8, least_p=0.5).describe() == described
+  assert Fixed().describe() == 'Fixed(num_nodes=26, max_depth=5)'
 
 
 # Acceptance rules.

@@ -278,9 +278,12 @@ def test_the_readme_s_drafter_is_lossless(readme):
   drafted = readme['Repeat']().propose({}, (), jnp.array([5, 7]), policy, tiny.context(policy, batch=2))
   assert drafted.token.tolist() == [[5] * 4, [7] * 4]
   drafter = hub.load_drafter('repeat', readme['target'])
+  assert drafter.config.name == 'repeat'  # by which measured costs are found
   out = decode.generate(readme['target'], drafter, [ASKED[1]], max_new_tokens=16, policy=policy)
   assert out.tokens == [readme['plain'][1][:16]]
   assert out.stats['levels_per_pass'] == 3
+  with pytest.raises(ValueError, match=r'dynamic.*\(1, 1, 3\).*got tokens \(1, 1, 1\)'):
+    decode.generate(readme['target'], drafter, [ASKED[1]], policy=eagle_jax.DynamicTree(3, 3, 3, 8))
 
 
 def test_the_readme_s_policy_stops_early(readme):
@@ -290,6 +293,7 @@ def test_the_readme_s_policy_stops_early(readme):
     out = decode.generate(readme['target'], readme['drafter'], [ASKED[1]], max_new_tokens=16, policy=policy)
     assert out.tokens == [readme['plain'][1][:16]]
     assert out.stats['levels_per_pass'] == num_levels
+    assert out.stats['policy'].startswith('Cautious(')
 
 
 def test_the_readme_s_family_loads(readme, tmp_path):

@@ -122,12 +122,16 @@ def grow(
 
   Returns:
     `Candidates` with A = 1 + sum(widths * fanouts) nodes a sequence, [B, A] fields.
+
+  Raises:
+    ValueError: the drafter offers another number of children than the policy's fanout.
   """
   first_d = np.asarray(level_starts(policy), np.int32)
 
   def expand_batch(
-    frontier: Frontier, children: Children, depth: int | jax.Array, width: int
+    frontier: Frontier, children: Children, depth: int | jax.Array, fanout: int, width: int
   ) -> tuple[Candidates, Frontier]:
+    _require_children(children, (*frontier.token.shape, fanout), policy)
     # A NaN would break the order of scores that makes rerank's choice a tree.
     log_p_BWC = jnp.where(jnp.isnan(children.log_p), -jnp.inf, children.log_p)
     children = children._replace(log_p=log_p_BWC)
@@ -142,20 +146,30 @@ def grow(
     seen = Level(depth, grown[1].log_q, entropy=grown[1].entropy, score=grown[1].score)
     keep_going = context.keep_going(seen)
     children, carry = run(*grown) if keep_going is None else _run_if(keep_going, run, *grown)
-    candidates, frontier = expand_batch(grown[1], children, depth, shape.next_width)
+    candidates, frontier = expand_batch(grown[1], children, depth, shape.fanout, shape.next_width)
     return (carry, frontier), candidates
 
   zero_B1 = jnp.zeros((root_B.shape[0], 1), jnp.int32)
   log_q_B1 = jnp.zeros(zero_B1.shape, jnp.float32)
   entropy_B1 = log_q_B1 if policy.needs_entropy else None
   root = Frontier(root_B[:, None], log_q_B1, zero_B1, zero_B1, log_q_B1, entropy_B1)
-  of_root, frontier = expand_batch(root, roots, 0, first_width(policy))
+  of_root, frontier = expand_batch(root, roots, 0, policy.fanouts[0], first_width(policy))
   levels = [Candidates(root_B[:, None], zero_B1 + NO_PARENT, log_q_B1, log_q_B1, entropy_B1), of_root]
   grown = carry, frontier
   for shape, depths in itertools.groupby(range(1, policy.max_depth), functools.partial(Shape.of, policy)):
     grown, of_levels = scan(functools.partial(level, shape=shape), grown, jnp.asarray([*depths], jnp.int32))
     levels.append(jax.tree.map(lambda x_dBn: x_dBn.swapaxes(0, 1).reshape(len(root_B), -1), of_levels))
   return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *levels)
+
+
+def _require_children(children: Children, shape_BWC: tuple[int, ...], policy: TreePolicy) -> None:
+  """Raise a ValueError unless every frontier node offers as many children as the policy asks for."""
+  if children.token.shape != shape_BWC or children.log_p.shape != shape_BWC:
+    raise ValueError(
+      f'{policy.describe()}: the drafter must offer children of the shape {shape_BWC} (batch, frontier nodes, children '
+      f'of each), got tokens {children.token.shape} and log-probabilities {children.log_p.shape}. Add children with '
+      'log_p = -inf, which are never drafted, or use a policy with this fanout.'
+    )
 
 
 def _run_if(keep_going: jax.Array, run: Callable, carry: Any, frontier: Frontier) -> tuple[Children, Any]:

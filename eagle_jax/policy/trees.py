@@ -57,11 +57,15 @@ class TreePolicy:
   The defaults never stop early, rank nodes by the probability of their path, and verify `num_nodes` of them.
   """
 
-  name: ClassVar[str] = ''  # in descriptions and `policy.kinds`; '': the class's
+  name: ClassVar[str]  # in descriptions and `policy.kinds`; default the class's, also where a base class has another
   needs_costs: ClassVar[bool] = False  # whether `arrays` needs measured costs
   needs_entropy: ClassVar[bool] = False  # whether a rule reads entropies, which cost drafters a pass over their logits
   # Whether earlier matches of the text raise the drafter's logits; 'route': long ones alone, and beyond all others.
   lookup: Any = False  # see `draft.lookup`
+
+  def __init_subclass__(cls, **keywords: Any) -> None:
+    super().__init_subclass__(**keywords)
+    cls.name = vars(cls).get('name', cls.__name__)
 
   @property
   def max_depth(self) -> int:
@@ -93,7 +97,7 @@ class TreePolicy:
     policy: Any = self  # a dataclass
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     said = (f'{name}={value}' for name, value in values.items() if value not in (None, ()) and value is not False)
-    return f'{self.name or type(self).__name__}({", ".join(said)})'
+    return f'{self.name}({", ".join(said)})'
 
   def static(self) -> 'TreePolicy':
     """Return the policy that a program is compiled for, without the numbers that travel in `arrays`."""
