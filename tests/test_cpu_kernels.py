@@ -118,7 +118,7 @@ def test_products(compiled, kind, width, outputs):
 @pytest.mark.parametrize('outputs', [(1,), (23,), (2, 61)], ids=str)
 @pytest.mark.parametrize('width', [32, 576, 1536])
 def test_products_of_groups(compiled, width, outputs):
-  """Of 1,536 inputs two blocks are rounded, each in a unit of its own."""
+  """Of 1,536 inputs two blocks are rounded, each with its own scale."""
   matrix = int4.Grouped(
     *map(jnp.asarray, rounded.round_groups(np.asarray(weights('float32', *outputs, width)))), jnp.float32
   )
@@ -470,7 +470,7 @@ def test_the_compiler_is_left_alone_if_xla_is_asked_for(tmp_path, monkeypatch):
 
 def test_a_choice_that_is_none(tmp_path, monkeypatch):
   use(monkeypatch, tmp_path, 'fast')
-  with pytest.raises(ValueError, match="'fast'"):
+  with pytest.raises(ValueError, match="must be 'compiled' or 'xla', got 'fast'"):
     cpu.library()
 
 

@@ -140,7 +140,7 @@ def _of_rope(target: Target, drafter: Drafter) -> Iterator[Repair]:
 def _of_inputs(target: Target, drafter: Drafter) -> Iterator[Repair]:
   params, num_taps = drafter.params, len(drafter.config.tapped_layers(target.config.num_layers))
   num_taps = 0 if 'taps' in params else num_taps  # which have an fc of their own
-  if drafter.is_quantised:  # in parts, whose units stand in the order of the inputs
+  if drafter.is_quantised:  # in parts, whose scales stand in the order of the inputs
     return
   advice = (
     'join the inputs as the trainer did: embedding first, then the feature; taps from the lowest layer to the last'

@@ -17,7 +17,7 @@ ffi::Error HandleMatmul(ffi::ThreadPool pool, ffi::AnyBuffer weight, FloatBuffer
   const auto shape = x.dimensions(), of_weight = weight.dimensions();
   const int64_t in = of_weight.size() < 2 ? 0 : of_weight.back() * (type == ffi::U8 ? 2 : 1);
   if (shape.size() != 2 || in < 1 || in != shape[0]) {
-    return ffi::Error::InvalidArgument("needed are weights [..., in] and columns [in, columns]");
+    return ffi::Error::InvalidArgument("expected weights [..., in] and columns [in, columns]");
   }
   const size_t width = in, rows = weight.element_count() / of_weight.back();
   const size_t scales = type == ffi::U8 ? rows * (width / kGroup) : type == ffi::S8 ? rows : 0;
@@ -39,7 +39,7 @@ ffi::Error HandleAttention(ffi::ThreadPool pool, FloatBuffer query, FloatBuffer 
                            IntBuffer oldest, FloatBuffer sink, ffi::ResultBuffer<ffi::F32> out) {
   const auto of_query = query.dimensions(), of_new = new_key.dimensions(), of_slots = key.dimensions();
   if (of_query.size() != 5 || of_new.size() != 4 || of_slots.size() != 4) {
-    return ffi::Error::InvalidArgument("needed are queries [B, G, J, T, K] and keys [B, G, M, K] and [B, G, S, K]");
+    return ffi::Error::InvalidArgument("expected queries [B, G, J, T, K] and keys [B, G, M, K] and [B, G, S, K]");
   }
   Attention a{};
   a.batch = of_query[0], a.kv_heads = of_query[1], a.heads = of_query[2], a.tokens = of_query[3], a.width = of_query[4];
@@ -62,7 +62,7 @@ ffi::Error HandleNorm(FloatBuffer x, FloatBuffer scale, FloatBuffer eps, ffi::Re
   const auto shape = x.dimensions();
   const size_t width = scale.element_count();
   if (shape.size() < 2 || shape[shape.size() - 2] != static_cast<int64_t>(width) || eps.element_count() != 1) {
-    return ffi::Error::InvalidArgument("needed are columns [..., width, columns], scales [width] and a number");
+    return ffi::Error::InvalidArgument("expected columns [..., width, columns], scales [width] and a number");
   }
   const size_t size = width * shape.back();
   for (size_t at = 0; at < x.element_count(); at += size) {

@@ -80,7 +80,7 @@ def multiply_bytes(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array) -> 
     value_OI: [..., I] i8.
     scale_O: [...] f32, a factor for each output. It is multiplied in here: of a product and the sum that follows, XLA
       makes one operation or two, by the number of columns.
-    x_IR: of any float dtype. Each 1,024 inputs of a column are rounded to 16 bits, in a unit of their own.
+    x_IR: of any float dtype. Each 1,024 inputs of a column are rounded to 16 bits, with their own scale.
   """
   return _multiply(value_OI, scale_O, _NOTHING, x_IR)
 
@@ -124,7 +124,7 @@ def library() -> str | None:
   """
   choice = os.environ.get(VARIABLE) or CHOICES[0]
   if choice not in CHOICES:
-    raise ValueError(f'{VARIABLE} is {choice!r}; {" or ".join(map(repr, CHOICES))} is needed.')
+    raise ValueError(f'{VARIABLE} must be {" or ".join(map(repr, CHOICES))}, got {choice!r}.')
   return _registered() if choice == 'compiled' and jax.default_backend() == 'cpu' else None
 
 
@@ -213,7 +213,7 @@ def _run(function: Callable, *arrays: Any) -> Any:
 def _wrong_products(digest: str) -> Iterator[str]:
   """Say which products differ from NumPy's, or depend on the number of columns."""
   rng = np.random.default_rng(0)
-  shape = 50, 2_123  # more than two of the blocks that share a unit, and no whole number of vectors
+  shape = 50, 2_123  # more than two of the blocks that share a scale, and no whole number of vectors
   scale_O, float_OI = rng.standard_normal(shape[0], np.float32), rng.standard_normal(shape, np.float32)
   code_OI, pair_Oi = rng.integers(-127, 128, shape, np.int8), rng.integers(0, 256, (shape[0], 1_072), np.uint8)
   scale_OG, offset_OG = rng.standard_normal((2, shape[0], 67), np.float32)

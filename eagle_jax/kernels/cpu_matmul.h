@@ -1,7 +1,7 @@
 // Products of weights, [out, in], and a few columns of activations, [in, columns], for XLA:CPU.
 //
 // Each weight is read from memory once, while all columns use it. Weights of 8 and 4 bits meet columns that are rounded
-// to 16, each block of kBlock inputs of a column in a unit of its own: their products are summed as integers, exactly. Of
+// to 16, each block of kBlock inputs of a column with its own scale: their products are summed as integers, exactly. Of
 // weights of 4 bits, kGroup inputs share a scale and an offset. Floats are summed in kLanes parts, part k of the inputs
 // whose number is k modulo kLanes, and the parts are added in one fixed order. So a column's result does not depend on how
 // many columns stand beside it, to the last bit.
@@ -39,7 +39,7 @@ constexpr int kMaxColumns = 64;  // that are multiplied together: bounds the mem
 constexpr int kMaxBlockColumns = 8;
 constexpr int kMaxBlockRows = 8;
 constexpr size_t kGroup = 32;           // numbers of 4 bits that share a scale and an offset
-constexpr size_t kBlock = 1024;          // inputs that share a unit: their sums fit 32 bits on every machine
+constexpr size_t kBlock = 1024;          // inputs that share a scale: their sums fit 32 bits on every machine
 constexpr float kLargest = 32767;        // of 16 bits, to both sides
 constexpr size_t kChunkBytes = 1 << 16;  // of weights, that a thread takes at a time
 
@@ -178,9 +178,9 @@ struct Product {
   size_t rows, width;
   const typename Arithmetic<Weight>::Input* x;  // [columns, x_stride], zeros beyond the width
   size_t x_stride;
-  const float* unit;  // [columns, blocks]
-  size_t block, blocks;  // inputs that share a unit, and how many times so many the width is
-  const float* sum;      // of 4 bits [columns, blocks, kBlock / kGroup], in units, each group's; else null
+  const float* unit;  // [columns, blocks], the scales of the columns
+  size_t block, blocks;  // inputs that share a scale, and how many times so many the width is
+  const float* sum;      // of 4 bits [columns, blocks, kBlock / kGroup], over the scale, each group's; else null
   int columns;
   float* y;  // of row r and column c at r * y_stride + c * y_step
   size_t y_stride, y_step;
@@ -332,7 +332,7 @@ void Multiply(ffi::ThreadPool pool, const Product<Weight>& p) {
   });
 }
 
-// Rounds a block of a column to 16 bits, and returns the unit. Of a block that holds infinities or NaN it is NaN.
+// Rounds a block of a column to 16 bits, and returns its scale. Of a block that holds infinities or NaN it is NaN.
 float Round(const float* x, size_t count, int16_t* rounded) {
   float largest = 0, poison = 0;
   for (size_t i = 0; i < count; ++i) {

@@ -30,26 +30,26 @@ def reference(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array) -> jax.A
 def multiply_bytes(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array, *, num_parts: int) -> jax.Array:
   """Round the columns too, because XLA:CPU multiplies bytes only with bytes, and only with two columns or more.
 
-  Each part of a column is rounded in a unit of its own, so it becomes a column of its own, 0 elsewhere. In one unit,
+  Each part of a column is rounded with its own scale, so it becomes a column of its own, 0 elsewhere. With one scale,
   set by the largest numbers, an embedding beside a feature would be rounded away.
 
   The columns are on the left, transposed, which is faster. (For floats it is the other way round.)
   """
   x_PRI = x_IR.astype(jnp.float32).T.reshape(x_IR.shape[1], num_parts, -1).swapaxes(0, 1)
-  unit_PR = jnp.abs(x_PRI).max(axis=2) / LARGEST
-  x_CI = jax.scipy.linalg.block_diag(*round_to_unit(x_PRI, unit_PR[..., None]))
+  scale_PR = jnp.abs(x_PRI).max(axis=2) / LARGEST
+  x_CI = jax.scipy.linalg.block_diag(*round_to_scale(x_PRI, scale_PR[..., None]))
   num_columns = x_CI.shape[0]
   x_CI = jnp.pad(x_CI, ((0, max(0, 2 - num_columns)), (0, 0)))
   value_NI = value_OI.reshape(-1, value_OI.shape[-1])
   product_CN = jnp.einsum('ci,ni->cn', x_CI, value_NI, preferred_element_type=jnp.int32)[:num_columns]
-  product_PRN = product_CN.reshape(*unit_PR.shape, -1).astype(jnp.float32)
-  product_OR = (product_PRN * unit_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
+  product_PRN = product_CN.reshape(*scale_PR.shape, -1).astype(jnp.float32)
+  product_OR = (product_PRN * scale_PR[..., None]).sum(axis=0).T.reshape(*value_OI.shape[:-1], -1)
   return product_OR * scale_O[..., None]
 
 
-def round_to_unit(x: jax.Array, unit: jax.Array) -> jax.Array:
-  """Return how many units a number is, as int8; 0 where the unit is 0."""
-  return jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
+def round_to_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
+  """Return x over its scale, rounded to int8; 0 where the scale is 0."""
+  return jnp.round(x / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
 
 
 def multiply(value_OI: jax.Array, scale_O: jax.Array, x_IR: jax.Array, *, num_parts: int | None = None) -> jax.Array:
@@ -74,7 +74,7 @@ class Quantised:
   value: jax.Array  # [..., I] i8
   scale: jax.Array  # [...] f32
   dtype: Any  # of the matrix that it stands for, and of what it is multiplied with
-  # Where it is faster, products round the columns to 8 bits too: so many equal parts of I, each with a unit of its own,
+  # Where it is faster, products round the columns to 8 bits too: so many equal parts of I, each with its own scale,
   # since a column may join an embedding and a feature. None: they never do.
   num_parts: int | None = 1
 
@@ -105,4 +105,4 @@ def round_to_int8(matrix_OI: jax.Array, *, num_parts: int = 1) -> Quantised:
   """Round a matrix [..., I] of floats: the largest number of each output becomes 127."""
   matrix32_OI = matrix_OI.astype(jnp.float32)
   scale_O = jnp.abs(matrix32_OI).max(axis=-1) / LARGEST
-  return Quantised(round_to_unit(matrix32_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)
+  return Quantised(round_to_scale(matrix32_OI, scale_O[..., None]), scale_O, matrix_OI.dtype, num_parts)
