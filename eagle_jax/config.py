@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+import operator
 from typing import Any, ClassVar
 
 
@@ -101,9 +102,12 @@ class TargetConfig:
     )
     scales = 'embedding_scale', 'residual_scale', 'logit_divisor'
     require_positive(self, 'norm_eps', 'rope_theta', 'rope_factor', *scales, kind=numbers.Real)
+    limits = [name for name in ('logit_cap', 'gate_limit') if getattr(self, name) is not None]
+    require_positive(self, *limits, kind=numbers.Real)
     _require_heads(self)
     if self.window is not None:
       require_positive(self, 'window')
+    self._convert_eos_ids()
     is_rotary = self.rotary_dim is None or (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0)
     require(self, 'rotary_dim', is_rotary, f'even and between 2 and head_dim={self.head_dim}')
     _require_slowdown(self, self.rotary_dim or self.head_dim)
@@ -111,6 +115,13 @@ class TargetConfig:
     require(self, 'activation', self.activation in self.ACTIVATIONS, f'one of {self.ACTIVATIONS}')
     is_routed = not self.num_experts or 0 < self.experts_per_token <= self.num_experts
     require(self, 'experts_per_token', is_routed, f'between 1 and num_experts={self.num_experts}')
+
+  def _convert_eos_ids(self) -> None:
+    """Convert `eos_ids` to a tuple of Python integers, since a config must be hashable."""
+    try:
+      object.__setattr__(self, 'eos_ids', tuple(map(operator.index, self.eos_ids)))
+    except TypeError:
+      require(self, 'eos_ids', False, 'a list of token ids')
 
   def _require_layer_changes(self) -> None:
     for index, changes in self.layer_changes:

@@ -22,7 +22,7 @@ from eagle_jax.draft.model import as_drafter
 from eagle_jax.files import differences, replacing
 from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target
-from eagle_jax.sharding import mesh_of, place_param, to_host
+from eagle_jax.sharding import mesh_of, place_param, require_mesh, to_host
 from eagle_jax.text import Tokenizer
 from eagle_jax.weights import fetch, folder, gguf, huggingface, naming, targets
 from eagle_jax.weights.load import assemble, parameter_dtype, require_memory
@@ -68,14 +68,15 @@ def load_target(
       and a larger number the frequencies of texts of that length.
 
   Raises:
-    ValueError: unknown name, another dtype or context, missing, corrupt or unsupported file, tensors that do not fit
-      (all listed at once), or too little free memory.
+    ValueError: unknown name, another dtype, context or mesh, missing, corrupt or unsupported file, tensors that do not
+      fit (all listed at once), or too little free memory.
 
   Example:
     >>> target = eagle_jax.load_target('models/my_llama', dtype='bfloat16')
     >>> target.config.num_layers
     2
   """
+  require_mesh(mesh)
   path = _target_path(name_or_path, max_context=max_context)
   rounded_to, floats = _precision(dtype, compute_dtype)
   place = functools.partial(rounded.hold, dtype=floats, mesh=mesh, name=rounded_to) if rounded_to else None

@@ -1,11 +1,13 @@
 """Acceptance rules that accept more of what is drafted, for a text that is no longer exactly the target's own."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from eagle_jax.config import require
 from eagle_jax.kernels.argmax import argmax
 from eagle_jax.sampling import Sampling, choose, keep, perturbation
 from eagle_jax.tree import NO_TOKEN
@@ -40,10 +42,13 @@ class TypicalAcceptance:
   name: ClassVar[str] = 'lossy-typical'
 
   def __post_init__(self):
-    if not 0 < self.epsilon <= 1:
-      raise ValueError(f'`epsilon` must be in (0, 1], got {self.epsilon}.')
-    if not self.delta > 0:
-      raise ValueError(f'`delta` must be above 0, got {self.delta}.')
+    for name, most, must_be in (('epsilon', 1, 'in (0, 1]'), ('delta', math.inf, 'above 0')):
+      try:
+        number = float(getattr(self, name))  # an array could not be hashed
+      except (TypeError, ValueError):
+        number = math.nan
+      require(self, name, 0 < number <= most, f'a number {must_be}')
+      object.__setattr__(self, name, number)
 
   def choose(self, logits_V: jax.Array, child_T: jax.Array, sampling: Sampling, row_id, position) -> jax.Array:
     def likely() -> jax.Array:

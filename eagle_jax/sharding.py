@@ -6,6 +6,7 @@ head, if there are too few), the feed-forward width and the vocabulary (Megatron
 
 import contextlib
 import functools
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {
   ('expert_down', 'weight'): (None, 'width', 'ffn'),
   ('fc', 'weight'): ('fc_out', 'width'),
 }
+MESH_AXES = ('data', 'model')
 CACHE_AXES = ('batch', 'kv_heads', None, None)
 
 
@@ -44,11 +46,11 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1
   """Make a ('data', 'model') mesh in which `num_model` devices share one model and the rest split the batch.
 
   Args:
-    devices: default all.
+    devices: one or more; default all.
     num_model: devices that share one copy of the model; it must divide their number.
 
   Raises:
-    ValueError: `num_model` does not divide the number of devices.
+    ValueError: there is no device, or `num_model` does not divide their number.
 
   Example:
     >>> mesh = eagle_jax.make_mesh(jax.devices()[:1], num_model=1)
@@ -56,10 +58,33 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1
     {'data': 1, 'model': 1}
   """
   devices = jax.devices() if devices is None else devices
-  if num_model < 1 or len(devices) % num_model:
-    raise ValueError(f'`num_model` must divide the number of devices, {len(devices)}, got {num_model}.')
-  grid = np.asarray(devices).reshape(-1, num_model)
-  return Mesh(grid, ('data', 'model'), axis_types=(AxisType.Auto, AxisType.Auto))
+  if not isinstance(devices, Sequence) or not devices:
+    raise ValueError(f'`devices` must be a list of one or more devices, such as jax.devices(), got {devices!r:.80}.')
+  if not isinstance(num_model, numbers.Integral) or num_model < 1 or len(devices) % num_model:
+    raise ValueError(f'`num_model` must divide the number of devices, {len(devices)}, got {num_model!r}.')
+  grid = np.asarray(devices).reshape(-1, int(num_model))
+  return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def require_mesh(mesh: Any) -> None:
+  """Raise a ValueError unless this is None or a mesh as `make_mesh` makes it, of one axis or both."""
+  if mesh is None:
+    return
+  axes = set(mesh.axis_names) if isinstance(mesh, Mesh) else set()
+  if not axes or not axes.issubset(MESH_AXES) or set(mesh.axis_types) != {AxisType.Auto}:
+    raise ValueError(
+      f'`mesh` must be a result of make_mesh(...), whose axes are {MESH_AXES} and of type Auto, or None, got '
+      f'{mesh!r:.120}.'
+    )
+
+
+def require_entered(mesh: Mesh | None) -> None:
+  """Raise a ValueError if arrays are spread over several devices of a mesh that no `jax.set_mesh` has entered."""
+  if num_devices(mesh) > 1 and jax.sharding.get_abstract_mesh().empty:
+    raise ValueError(
+      f"The target's parameters lie on {num_devices(mesh)} devices, so their mesh must be entered; otherwise each "
+      'device would hold the whole cache. Put the calls into `with jax.set_mesh(mesh):`.'
+    )
 
 
 def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:

@@ -664,7 +664,7 @@ def test_bad_request_is_refused_before_the_drafter_is_reduced(target, drafter):
     ({'top_k': [1, 2, 3]}, r'`top_k`.* 2 .*\(3,\)'),
     ({'top_p': 0}, '`top_p`.* 0'),
     ({'top_k': -1}, '`top_k`.* -1'),
-    ({'row_ids': [1]}, '`row_ids`.* 2 .* 1'),
+    ({'row_ids': [1]}, r'`row_ids`.* 2 .*\(1,\)'),
     ({'eos_ids': [97]}, r'eos_ids.* \[97\]'),
   ],
   ids=lambda x: '' if isinstance(x, str) else str(x)[:40],
@@ -689,6 +689,28 @@ def test_each_sequence_may_have_its_own_sampling(target, drafter):
     prompts, row_ids = [[1, 2, 3]] * len(PROMPTS), [row] * len(PROMPTS)  # plain decoding of so many is compiled already
     plain = decode.generate(target, None, prompts, max_new_tokens=NUM_NEW, eos_ids=(), row_ids=row_ids, **how).tokens
     assert tokens == plain[0][:12]
+
+
+@pytest.mark.parametrize(
+  ('name', 'shape'), [('temperature', (3,)), ('seed', (2, 1)), ('row_ids', (3,)), ('row_ids', ())]
+)
+def test_shapes_of_traced_values_are_checked(target, drafter, name, shape):
+  params, spec = decode.build(target, drafter, policy=SMALL)
+
+  def user(values):
+    return decode.prefill(params, [[1, 2], [3, 4]], [2, 2], spec=spec, max_new_tokens=16, **{name: values})
+
+  jax.eval_shape(user, jnp.zeros(2, jnp.int32))
+  with pytest.raises(ValueError, match=rf'`{name}`.* 2 prompts.*{re.escape(str(shape))}'):
+    jax.eval_shape(user, jnp.zeros(shape, jnp.int32))
+
+
+@pytest.mark.parametrize(
+  ('prompts', 'match'), [([[1, 2], [1.7]], 'Prompt 1 .*1.7'), (['ab'], "Prompt 0 .*'ab'"), ([1, 2], 'Prompt 0 .* 1')]
+)
+def test_only_integers_are_padded(prompts, match):
+  with pytest.raises(ValueError, match=match):
+    decode.pad_prompts(prompts, 2)
 
 
 def test_traced_values_are_not_checked(target, drafter):

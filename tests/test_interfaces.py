@@ -204,10 +204,20 @@ def test_both_forms_of_verification_show_a_rule_the_same_children():
     assert verdict.token.tolist() == [6, 1, NO_TOKEN]
 
 
-@pytest.mark.parametrize('chooser', [GumbelMax, 'gumbel-max', None], ids=str)
+@dataclasses.dataclass(frozen=True)
+class Unhashable(GumbelMax):
+  numbers: Any = ()
+
+
+@pytest.mark.parametrize('chooser', [GumbelMax, 'gumbel-max', None, Unhashable([1])], ids=str)
 def test_a_chooser_must_be_one(target, chooser):
   with pytest.raises(ValueError, match='chooser'):
     decode.generate(target, None, PROMPTS, chooser=chooser)
+
+
+def test_costs_must_be_costs(target):
+  with pytest.raises(ValueError, match="`costs`.* 'x'"):
+    decode.build(target, tiny.drafter(), costs='x')
 
 
 def test_an_unknown_keyword_is_named(target):

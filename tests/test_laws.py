@@ -286,6 +286,21 @@ def test_bad_policies_are_refused(make, words):
     make()
 
 
+@pytest.mark.parametrize(
+  'bad', [{'logit_cap': 0.0}, {'gate_limit': -1.0}, {'gate_limit': np.inf}, {'eos_ids': 2}, {'eos_ids': [0.5]}], ids=str
+)
+def test_bad_configs_are_refused(bad):
+  (name,) = bad
+  with pytest.raises(ValueError, match=f'TargetConfig.*`{name}`'):
+    dataclasses.replace(tiny.TARGET, **bad)
+
+
+def test_a_config_of_lists_is_hashable():
+  config = dataclasses.replace(tiny.TARGET, eos_ids=[np.int64(2), 3])
+  assert config.eos_ids == (2, 3)
+  assert hash(config) == hash(dataclasses.replace(tiny.TARGET, eos_ids=(2, 3)))
+
+
 def test_cape_offers_siblings_by_the_probability_of_the_likeliest_child():
   policy = CaPE(width=6, confidences=(0.25, 0.5, 0.75), siblings=(6, 4, 2, 0))
   log_p_16C = np.log([[[p] + [p / 8] * 7 for p in (0.1, 0.26, 0.4, 0.51, 0.7, 0.76)]]).astype(np.float32)

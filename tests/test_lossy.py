@@ -107,9 +107,16 @@ def test_a_sampled_text_is_of_own_draws_and_of_tokens_that_are_likely_enough():
 
 
 @pytest.mark.parametrize(
-  'number', [{'epsilon': 0}, {'epsilon': 1.1}, {'epsilon': np.nan}, {'delta': 0}, {'delta': np.nan}], ids=str
+  'number',
+  [{'epsilon': 0}, {'epsilon': 1.1}, {'epsilon': np.nan}, {'delta': 0}, {'delta': np.nan}, {'delta': [1, 2]}],
+  ids=str,
 )
 def test_numbers_out_of_range_are_refused(number):
   (name,) = number
   with pytest.raises(ValueError, match=name):
     eagle_jax.TypicalAcceptance(**number)
+
+
+def test_numbers_may_be_of_any_kind():
+  rule = eagle_jax.TypicalAcceptance(epsilon=jnp.float32(0.25), delta=np.float64(0.5))
+  assert hash(rule) == hash(eagle_jax.TypicalAcceptance(0.25, 0.5))

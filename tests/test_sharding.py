@@ -5,12 +5,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 import forked
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.draft.eagle import Eagle
+from eagle_jax.evaluate.random_pairs import random_pair
+from eagle_jax.hub import load_target
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sharding import (
   PARAM_AXES,
@@ -20,6 +23,8 @@ from eagle_jax.sharding import (
   mesh_of,
   num_batch_shards,
   partition,
+  require_entered,
+  require_mesh,
   require_whole_share,
 )
 
@@ -90,6 +95,43 @@ def test_make_mesh():
     make_mesh(devices, num_model=3)
   with pytest.raises(ValueError, match='num_model.* 1, got 0'):
     make_mesh(devices, num_model=0)
+  with pytest.raises(ValueError, match="num_model.* 1, got '1'"):
+    make_mesh(devices, num_model='1')
+  for none in ([], devices[0]):
+    with pytest.raises(ValueError, match='`devices`.*one or more'):
+      make_mesh(none)
+
+
+def test_meshes_of_our_axes_are_taken():
+  require_mesh(None)
+  require_mesh(make_mesh(jax.devices()[:1]))
+  require_mesh(Mesh(np.asarray(jax.devices()[:1]), ('model',), axis_types=(AxisType.Auto,)))
+
+
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    [jax.devices()[0]],
+    Mesh(np.asarray(jax.devices()[:1]), ('x',), axis_types=(AxisType.Auto,)),
+    Mesh(np.asarray(jax.devices()[:1]), ('data',), axis_types=(AxisType.Explicit,)),
+  ],
+  ids=('a list', 'another name', 'explicit'),
+)
+def test_other_meshes_are_refused_before_anything_is_read(mesh):
+  with pytest.raises(ValueError, match='`mesh` must be a result of make_mesh'):
+    load_target('no/such/folder', mesh=mesh)
+  with pytest.raises(ValueError, match='`mesh` must be a result of make_mesh'):
+    random_pair('tiny', dtype='float32', mesh=mesh)
+
+
+def test_a_mesh_of_several_devices_must_be_entered():
+  mesh = AbstractMesh((2,), ('model',))
+  require_entered(None)
+  require_entered(make_mesh(jax.devices()[:1]))
+  with pytest.raises(ValueError, match=r'2 devices.*jax.set_mesh\(mesh\)'):
+    require_entered(mesh)
+  with jax.sharding.use_abstract_mesh(mesh):
+    require_entered(mesh)
 
 
 def test_without_a_mesh_nothing_is_constrained():
@@ -177,6 +219,12 @@ def test_a_step_leaves_every_array_where_it_took_it(on_meshes, mesh):
     '.drafter.cache.length': rows, '.drafter.cache.keys[0]': rows, '.drafter.cache.values[0]': rows,
     '.drafter.feature': rows, '.limits.eos': 1,
   }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', WHOLE)
+def test_pure_functions_ask_for_the_mesh(on_meshes, mesh):
+  assert 'jax.set_mesh(mesh)' in on_meshes['refusals'][mesh]
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ def resolve_policy(
     is_refilled: for 'auto', whether finished sequences are replaced at once.
 
   Raises:
-    ValueError: unknown policy, a tree without a drafter, or a policy that needs costs where none are stored.
+    ValueError: unknown policy, a tree without a drafter, costs that are none, or a policy that needs costs where none
+      are stored.
   """
   require_pair(target, drafter)
   batch = at_least_one('batch', batch)
@@ -49,6 +50,8 @@ def resolve_policy(
     raise ValueError(
       f"`policy` must be 'auto', 'plain', or an object such as DynamicTree(), Chain(), StaticTree(), got {policy!r}."
     )
+  if not isinstance(costs, Costs | None):
+    raise ValueError(f'`costs` must be a `Costs`, as policy.cost_store.read returns them, or None, got {costs!r:.80}.')
   needs_costs = policy == 'auto' or (isinstance(policy, TreePolicy) and policy.needs_costs)
   if drafter is not None and costs is None and needs_costs:
     costs = find_costs(target, drafter, batch=batch)

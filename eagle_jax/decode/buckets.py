@@ -8,13 +8,14 @@ import jax
 import numpy as np
 
 from eagle_jax import device
+from eagle_jax.decode.request import integers
 from eagle_jax.models.interface import TargetNetwork
 
 MIN_BUCKET = 16
 
 
 def bucket(size: int) -> int:
-  """Round up to the next of 16, 24, 32, 48, 64, 96, ...; at most a third of the result is padding."""
+  """Round up to the next of 16, 24, 32, 48, 64, 96, ...; above 10, at most a third of the result is padding."""
   power = MIN_BUCKET
   while power < size:
     if power + power // 2 >= size:
@@ -41,20 +42,21 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt: int) -> tuple[np.n
   """Pad prompts at the end to the bucket of `max_prompt`.
 
   Args:
-    prompts: token ids of each prompt.
+    prompts: token ids of each prompt: lists or arrays of integers.
     max_prompt: tokens of the longest prompt in this batch, and in others that shall have the same shape.
 
   Returns:
     Padded prompts [B, L] i32 and their lengths [B] i32; in NumPy, so that nothing is compiled.
 
   Raises:
-    ValueError: a prompt is longer than `max_prompt`.
+    ValueError: a prompt is longer than `max_prompt`, or no list of integers.
 
   Example:
     >>> tokens_BL, length_B = eagle_jax.decode.pad_prompts([[1, 90, 18], [1, 26]], 3)
     >>> tokens_BL.shape, length_B.tolist()
     ((2, 16), [3, 2])
   """
+  prompts = [integers(f'Prompt {number}', prompt) for number, prompt in enumerate(prompts)]
   length_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
   if len(prompts) and length_B.max() > max_prompt:
     raise ValueError(

@@ -31,6 +31,9 @@ def build(
 ) -> tuple[Params, Spec]:
   """Make the arrays and the static description of a decode program.
 
+  If the target is on several devices, call `prefill`, `decode_step` and `decode_loop`, or your own jitted functions of
+  them, in `with jax.set_mesh(mesh):`. Outside it, each device would hold the whole cache.
+
   Args:
     target: from `load_target`.
     drafter: from `load_drafter`, or None for plain decoding.
@@ -43,8 +46,8 @@ def build(
     `params`, which shares the target's arrays, and `spec`, static and hashable.
 
   Raises:
-    ValueError: unknown policy, a tree without a drafter, a drafter for another target, or a policy that the drafter
-      does not support.
+    ValueError: unknown policy, a tree without a drafter, a drafter for another target, a policy that the drafter does
+      not support, or costs or a chooser that are none.
 
   Example:
     >>> params, spec = eagle_jax.decode.build(target, drafter, policy=eagle_jax.Chain(3))
@@ -83,11 +86,18 @@ def assemble(target: Target, resolved: Resolved, *, chooser: Chooser) -> tuple[P
 
 
 def require_chooser(chooser: Any) -> None:
-  """Raise a ValueError unless `chooser` is an acceptance rule; see `sampling.Chooser`."""
+  """Raise a ValueError unless `chooser` is an acceptance rule that can be hashed; see `sampling.Chooser`."""
   if isinstance(chooser, type) or not all(hasattr(chooser, name) for name in ('choose', 'noise', 'name')):
     raise ValueError(
       f'`chooser` must be an object with choose, noise and name, such as GumbelMax(), got {chooser!r:.80}.'
     )
+  try:
+    hash(chooser)
+  except TypeError as error:
+    raise ValueError(
+      f'`chooser` must be hashable, since programs are compiled for it, got {chooser!r:.80} ({error}): make it a '
+      'frozen dataclass of Python numbers.'
+    ) from None
 
 
 def _borrowed(target: Target, drafter: Drafter) -> dict[str, Any]:

@@ -176,13 +176,22 @@ def _require_prompt(name: str, tokens: list[int], config: TargetConfig, max_new_
 
 
 def require_valid_batch(config: TargetConfig, tokens_BL: Any, length_B: Any, options: Options) -> None:
-  """Raise a ValueError if padded prompts cannot be decoded; see `prefill`. Traced values are not checked."""
+  """Raise a ValueError if padded prompts cannot be decoded; see `prefill`. Of traced arrays only shapes are checked."""
   batch, num_prompt = tokens_BL.shape
   if not batch:
     raise ValueError(f'`tokens_BL` must hold at least one prompt, got the shape {tokens_BL.shape}.')
   if length_B.shape != (batch,):
     raise ValueError(
       f'`length_B` must hold one length for each of the {batch} prompts of tokens_BL, got {length_B.shape[0]}.'
+    )
+  for name, value in options.sampling().items():
+    if _shape(value) not in ((), (batch,)):
+      raise ValueError(
+        f'`{name}` must be one number, or an array of one for each of {batch} prompts, got the shape {_shape(value)}.'
+      )
+  if options.row_ids is not None and _shape(options.row_ids) != (batch,):
+    raise ValueError(
+      f'`row_ids` must hold one id for each of {batch} prompts, got the shape {_shape(options.row_ids)}.'
     )
   ids = None
   if is_known(tokens_BL, length_B):
@@ -193,14 +202,14 @@ def require_valid_batch(config: TargetConfig, tokens_BL: Any, length_B: Any, opt
   known = {name: value for name, value in vars(options).items() if is_known(value)}
   by_sequence = {name: known.pop(name) for name in options.sampling() if np.ndim(known.get(name, 0))}
   for name, value_B in by_sequence.items():
-    if np.shape(value_B) != (batch,):
-      raise ValueError(
-        f'`{name}` must be one number, or an array of one for each of {batch} prompts, got the shape '
-        f'{np.shape(value_B)}.'
-      )
     for value in np.unique(value_B):
       require_valid(config, None, Options(**{name: value}))
   require_valid(config, ids, Options(**known))
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+  """Return the shape of an array, traced or not, or of a list of numbers, which may be traced."""
+  return np.shape(values) if hasattr(values, 'shape') or is_known(values) else (len(values),)
 
 
 def is_known(*values: Any) -> bool:

@@ -12,7 +12,7 @@ from eagle_jax.draft.drafter import Drafter
 from eagle_jax.draft.eagle import Eagle
 from eagle_jax.models import rounded
 from eagle_jax.models.transformer import Target, TransformerTarget
-from eagle_jax.sharding import param_shardings
+from eagle_jax.sharding import param_shardings, require_mesh
 
 _SIZES: dict[str, dict[str, Any]] = {
   'tiny': {
@@ -58,8 +58,9 @@ def random_pair(
   """Make a target and its drafter, with weights made on their devices; see `configs` and `hub.load_target`.
 
   Raises:
-    ValueError: the draft vocabulary is larger than the target's.
+    ValueError: the draft vocabulary is larger than the target's, or the mesh is none of `sharding.make_mesh`.
   """
+  require_mesh(mesh)
   target, drafter = configs(name, draft_vocab_size=draft_vocab_size)
 
   def make_params(network: TransformerTarget | Eagle, key: jax.Array) -> dict[str, Any]:
