@@ -7,6 +7,7 @@ head, if there are too few), the feed-forward width and the vocabulary (Megatron
 import contextlib
 import functools
 import numbers
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,9 +58,9 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1
     >>> dict(mesh.shape)
     {'data': 1, 'model': 1}
   """
-  devices = jax.devices() if devices is None else devices
-  if not isinstance(devices, Sequence) or not devices:
-    raise ValueError(f'`devices` must be a list of one or more devices, such as jax.devices(), got {devices!r:.80}.')
+  devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))
+  if not devices:
+    raise ValueError('`devices` must hold at least one device, such as jax.devices(), got none.')
   if not isinstance(num_model, numbers.Integral) or num_model < 1 or len(devices) % num_model:
     raise ValueError(f'`num_model` must divide the number of devices, {len(devices)}, got {num_model!r}.')
   grid = np.asarray(devices).reshape(-1, int(num_model))
@@ -78,12 +79,13 @@ def require_mesh(mesh: Any) -> None:
     )
 
 
-def require_entered(mesh: Mesh | None) -> None:
-  """Raise a ValueError if arrays are spread over several devices of a mesh that no `jax.set_mesh` has entered."""
+def warn_unless_entered(mesh: Mesh | None) -> None:
+  """Warn if arrays are spread over several devices of a mesh that no `jax.set_mesh` has entered."""
   if num_devices(mesh) > 1 and jax.sharding.get_abstract_mesh().empty:
-    raise ValueError(
-      f"The target's parameters lie on {num_devices(mesh)} devices, so their mesh must be entered; otherwise each "
-      'device would hold the whole cache. Put the calls into `with jax.set_mesh(mesh):`.'
+    warnings.warn(
+      f"The target's parameters lie on {num_devices(mesh)} devices, but their mesh was not entered: every device holds "
+      'the whole cache, and a TPU refuses some kernels. Put the calls into `with jax.set_mesh(mesh):`.',
+      stacklevel=3,
     )
 
 

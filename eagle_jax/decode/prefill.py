@@ -13,7 +13,7 @@ from eagle_jax.decode.request import Options, at_least_one, integer_array, known
 from eagle_jax.decode.state import DecodeState, Limits, Params, Spec, Static
 from eagle_jax.models.transformer import TransformerTarget
 from eagle_jax.sampling import Sampling
-from eagle_jax.sharding import mesh_of, require_entered, to_device
+from eagle_jax.sharding import mesh_of, to_device, warn_unless_entered
 from eagle_jax.tree import NO_TOKEN
 
 STATIC = 'spec', 'num_slots', 'num_new'  # static arguments of `run_prefill`
@@ -56,8 +56,8 @@ def prefill(
     A `DecodeState` for `decode_step` and `decode_loop`, with this policy or one whose paths are not longer.
 
   Raises:
-    ValueError: arrays of another rank or not of integers, max_new_tokens below 1, parameters on a mesh that was not
-      entered, or anything else that `generate` refuses, as far as these are not traced.
+    ValueError: arrays of another rank or not of integers, max_new_tokens below 1, or anything else that `generate`
+      refuses, as far as the values are not traced.
 
   Example:
     >>> params, spec = eagle_jax.decode.build(target, drafter, policy=eagle_jax.Chain(3))
@@ -72,7 +72,7 @@ def prefill(
   tokens_BL = integer_array('tokens_BL', tokens_BL, ndim=2)
   length_B = integer_array('length_B', length_B, ndim=1)
   if isinstance(spec.target, TransformerTarget):
-    require_entered(mesh_of(params.target))
+    warn_unless_entered(mesh_of(params.target))
     require_valid_batch(spec.target.config, tokens_BL, length_B, options)
   prompts = tokens_BL.astype(np.int32), length_B.astype(np.int32)
   arguments, static = prepare(params, *prompts, spec=spec, sampling=Sampling.of(**sampling), **options.limits())
