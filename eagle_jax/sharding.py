@@ -58,13 +58,12 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, *, num_model: int = 1
     >>> dict(mesh.shape)
     {'data': 1, 'model': 1}
   """
-  devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))
-  if not devices:
+  flat = np.ravel(np.asarray(jax.devices() if devices is None else devices, object))
+  if not len(flat):
     raise ValueError('`devices` must hold at least one device, such as jax.devices(), got none.')
-  if not isinstance(num_model, numbers.Integral) or num_model < 1 or len(devices) % num_model:
-    raise ValueError(f'`num_model` must divide the number of devices, {len(devices)}, got {num_model!r}.')
-  grid = np.asarray(devices).reshape(-1, int(num_model))
-  return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+  if not isinstance(num_model, numbers.Integral) or num_model < 1 or len(flat) % num_model:
+    raise ValueError(f'`num_model` must divide the number of devices, {len(flat)}, got {num_model!r}.')
+  return Mesh(flat.reshape(-1, int(num_model)), MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def require_mesh(mesh: Any) -> None:

@@ -150,8 +150,7 @@ def try_vocabularies(
   """
   ids = np.asarray(drafter.params.get('ids', np.arange(drafter.config.vocab_size)))
   tokens = np.concatenate([answer.token[answer.is_answer] for answer in answers])
-  kind = kind_of(drafter.config)
-  policy = Chain(3, lookup=kind.has_logits)
+  policy = Chain(3, lookup=kind_of(drafter.config).has_logits)
   options: Any = {'batch': batch, 'num_prompt': num_prompt, 'progress': progress}
 
   def measured(kinds: Sequence[tuple[int, bool]]) -> tuple[Vocabulary, ...]:
@@ -164,7 +163,7 @@ def try_vocabularies(
     )
 
   whole = measured([(len(ids), is_quantised) for is_quantised in sorted({drafter.is_quantised, bool(drafter.params)})])
-  num_halvings = NUM_HALVINGS if 'head' in kind.borrows and not drafter.has_fixed_ids else 0
+  num_halvings = 0 if drafter.has_fixed_ids else NUM_HALVINGS
   sizes = [len(ids) >> n for n in range(1, num_halvings + 1) if len(ids) >> n]
   is_quantised = largest_of_the_fastest(whole).is_quantised
   return (*whole, *(measured([(size, is_quantised) for size in sizes]) if sizes else ()))

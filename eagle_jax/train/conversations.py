@@ -56,8 +56,7 @@ def read_conversations(path: str | Path, refused: collections.Counter[str]) -> I
     refused: counts the records that cannot be used, by reason.
 
   Raises:
-    ValueError: there is no such file, or it looks like a single JSON document but cannot be
-      parsed.
+    ValueError: there is no such file, or it looks like a single JSON document but cannot be parsed.
   """
   path = Path(path)
   if not path.is_file():
